@@ -3,9 +3,8 @@
 use crate::report::{Outcome, Row};
 use clap::Parser;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use std::path::PathBuf;
-
 use meshwork::pipeline::{Costs, Generator, Schedule, Shape, by_name, simulate};
+use std::path::PathBuf;
 
 /// Limits of ranks, and of micro-batches times stages: larger schedules cannot be displayed usefully.
 const MAX_RANKS: usize = 1 << 10;

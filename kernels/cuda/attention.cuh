@@ -15,17 +15,30 @@ DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
     return {static_cast<i64>(blockIdx.x) / heads, head, first_kv + head / group};
 }
 
-// The documents of a sample: `first` has the first key of each key's own, none if the sample is one document.
-struct Documents {
-    const int* first;
+DEVICE int lesser(int a, int b) { return a < b ? a : b; }
+DEVICE int greater(int a, int b) { return a > b ? a : b; }
 
-    DEVICE int of(i64 token) const { return first ? first[token] : 0; }
+// What a token of a sample sees, counted from the first key. `first` has the first token of each token's document, none
+// if the sample is one document; `before` tokens are before the first key. At most `window` keys up to its own are
+// seen; a window of all tokens hides none.
+struct Seen {
+    const int* first;
+    int window;
+    int before = 0;
+
+    // The first key of a token's document, where sums over keys begin.
+    DEVICE int document(i64 token) const { return first ? greater(first[token] - before, 0) : 0; }
+
+    // The first key that a token sees.
+    DEVICE int from(i64 token) const { return greater(document(token), static_cast<int>(token) + 1 - window); }
 };
 
-DEVICE Documents documents_of(const int* firsts, const Head& head, i64 keys) { return {firsts ? firsts + head.sample * keys : firsts}; }
+DEVICE Seen seen_of(const int* firsts, const Head& head, i64 sequence, i64 window, i64 first_key = 0) {
+    return {firsts ? firsts + head.sample * sequence + first_key : firsts, static_cast<int>(window), static_cast<int>(first_key)};
+}
 
 // Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq]
-// determines the random bits. Keys are visited in order.
+// determines the random bits. Keys are visited in order, and counted from the first.
 struct RowDropout {
     u64 start, block;
     Words words;

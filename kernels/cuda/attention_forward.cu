@@ -1,12 +1,16 @@
 // Causal self attention, forward, without the matrix of all pairs (as in Dao et al., arXiv:2205.14135), heads of
 // queries in groups that share keys and values (Ainslie et al., arXiv:2305.13245).
 //
-//   S = Q Kᵀ for j <= first_query + i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
+//   S = Q Kᵀ for first_query + i - window < j <= first_query + i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
 // Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group;
 //           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
 //           or null: tokens see only their own document, which has the same bits as a separate sequence. Rotated
-//           queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+//           queries and keys come from rotary.cu. `seq` queries of the `rows` of a sample in memory, tokens
+//           first_query + i; a query whose window or document is behind the `keys` keys has out 0 and lse -∞. Tokens are
+//           counted from the first key, which is token first_key of sequences of `sequence` tokens: firsts and dropout
+//           refer to those. attention_join adds the attention over other keys, (part, part_lse), to out, before
+//           attention_join_lse joins the sums of the rows. _64 is for head_dim up to 64, _128 up to 128.
 // Geometry  one block per head and 32 queries, which loops over the keys by 32 twice; 8 threads per query. Shared
 //           memory for tiles of queries and of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
@@ -28,9 +32,8 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, RowDropout dropout,
-                              u64 head_start,
-                              int rounded) {
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, i64 rows, i64 window, i64 first_key, i64 sequence,
+                              RowDropout dropout, u64 head_start, int rounded) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
     SHARED(float, tile, KEYS * STRIDE);
@@ -40,14 +43,14 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     i64 first = static_cast<i64>(blockIdx.y) * QUERIES, end = smaller(count, past + smaller(seq, first + QUERIES));
     int query = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
     i64 i = first + query, token = past + i;
-    const float* q_head = q + head.sample * seq * q_row + head.head * head_dim;
+    const float* q_head = q + head.sample * rows * q_row + head.head * head_dim;
     const float* k_head = k + head.sample * count * kv_row + head.kv_head * head_dim;
     const float* v_head = v + head.sample * count * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
     // The first key that this query sees, and the tile of the first that any query of this block does.
-    Documents documents = documents_of(firsts, head, count);
-    i64 own = documents.of(i < seq ? token : past + first), begin = documents.of(past + first) / KEYS * KEYS;
-    i64 seen_end = smaller(count, token + 1);
+    Seen sees = seen_of(firsts, head, sequence, window, first_key);
+    i64 at_least = past + first, own = sees.document(i < seq ? token : at_least), low = sees.from(i < seq ? token : at_least);
+    i64 begin = sees.from(at_least) / KEYS * KEYS, seen_end = smaller(count, token + 1);
 
     float max = -INFINITE;
     for (i64 keys = begin; keys < end; keys += KEYS) {
@@ -56,7 +59,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j;
-            if (keys + key >= seen_end || keys + key < own || i >= seq) continue;
+            if (keys + key >= seen_end || keys + key < low || i >= seq) continue;
             float score = chain(tile, key * STRIDE, queries, query * STRIDE, head_dim);
             max = score > max ? score : max;
         }
@@ -67,7 +70,8 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     }
 
     float sum[FEATURES], part[FEATURES], total = 0.0f, total_part = 0.0f;
-    dropout.start = head_start + static_cast<u64>(token) * static_cast<u64>(count);
+    dropout.start = head_start + static_cast<u64>(token) * static_cast<u64>(sequence);
+    i64 opened = ((low - own) / FORWARD_KEYS + 1) * FORWARD_KEYS;  // keys up to the end of the first block of sums
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     for (i64 keys = begin; keys < end; keys += KEYS) {
@@ -77,7 +81,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j, at = query * (KEYS + 1) + key;
             float p = 0.0f, factor = 0.0f;
-            if (keys + key < seen_end && keys + key >= own && i < seq) {
+            if (keys + key < seen_end && keys + key >= low && i < seq) {
                 p = exp_bits((chain(tile, key * STRIDE, queries, query * STRIDE, head_dim) - max) * scale);
                 factor = dropout.factor(keys + key);
             }
@@ -89,11 +93,11 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
             i64 seen = keys + key - own;
-            if (seen < 0 || keys + key >= seen_end) continue;
-            if (seen % FORWARD_KEYS == 0 && seen > 0) {
+            if (keys + key < low || keys + key >= seen_end) continue;
+            if (seen % FORWARD_KEYS == 0 && keys + key > low) {
                 total += total_part, total_part = 0.0f;
 #pragma unroll
-                for (int f = 0; f < FEATURES; f++) sum[f] = seen == FORWARD_KEYS ? part[f] : sum[f] + part[f], part[f] = 0.0f;
+                for (int f = 0; f < FEATURES; f++) sum[f] = seen == opened ? part[f] : sum[f] + part[f], part[f] = 0.0f;
             }
             total_part += static_cast<float>(plain[query * (KEYS + 1) + key]);
             float p = dropped[query * (KEYS + 1) + key];
@@ -106,15 +110,15 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     }
     if (i >= seq) return;
     total += total_part;
-    float inverse = 1.0f / total;
-    bool several = seen_end - own > FORWARD_KEYS;
-    float* to = out + ((head.sample * seq + i) * heads + head.head) * head_dim;
+    bool none = low >= seen_end, several = seen_end - own > opened;
+    float inverse = none ? 0.0f : 1.0f / total;
+    float* to = out + ((head.sample * rows + i) * heads + head.head) * head_dim;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + LANES * f;
         if (e < head_dim) to[e] = (several ? sum[f] + part[f] : part[f]) * inverse;
     }
-    if (lane == 0) lse[(head.sample * heads + head.head) * seq + i] = max * scale + ln_bits(total);
+    if (lane == 0) lse[(head.sample * heads + head.head) * rows + i] = none ? -INFINITE : max * scale + ln_bits(total);
 }
 
 // Dropout: p = 0 for none; kept = 1 / (1 - p); the global indices of this call's first sample and first head, and the
@@ -122,20 +126,47 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
 #define ATTENTION_FORWARD(FEATURES) \
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
-                static_cast<u64>(keys) * static_cast<u64>(keys); \
+                    static_cast<u64>(sequence) * static_cast<u64>(sequence) + \
+                static_cast<u64>(first_key) * static_cast<u64>(sequence + 1); \
     attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
-                                keys, first_query, RowDropout(0, key0, key1, p, kept), start, rounded)
+                                keys, first_query, rows, window, first_key, sequence, RowDropout(0, key0, key1, p, kept), start, rounded)
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                            i64 first_query) {
+                            i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                              i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                             i64 first_query) {
+                             i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_FORWARD(16);
+}
+
+// The shares of two blocks of keys with these log-sum-exps in the result over both, and its log-sum-exp.
+struct Shares {
+    float of_a, of_b, lse;
+};
+
+DEVICE Shares shares_of(float a, float b) {
+    if (b == -INFINITE) return {1.0f, 0.0f, a};
+    float max = b > a ? b : a, of_a = exp_bits(a - max), of_b = exp_bits(b - max), total = of_a + of_b;
+    return {of_a / total, of_b / total, max + ln_bits(total)};
+}
+
+// Elements: those of out.
+KERNEL attention_join(const float* part, const float* lse, const float* part_lse, float* out, i64 count, i64 seq, i64 heads, i64 head_dim) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 row = at / head_dim, head = row % heads, token = row / heads, of = (token / seq * heads + head) * seq + token % seq;
+    Shares shares = shares_of(lse[of], part_lse[of]);
+    out[at] = out[at] * shares.of_a + part[at] * shares.of_b;
+}
+
+// Elements: the rows.
+KERNEL attention_join_lse(const float* part_lse, float* lse, i64 rows) {
+    i64 at = global_thread();
+    if (at < rows) lse[at] = shares_of(lse[at], part_lse[at]).lse;
 }

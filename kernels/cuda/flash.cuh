@@ -41,25 +41,40 @@ template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], con
     }
 }
 
-// The rows of a lane in a tile of C, queries `query` and `query + 8`, and the first key that each sees.
-struct QueryPair {
-    int query, own0, own1;
+// The tokens of a block of queries: row i of the queries is token past + i, and sees keys before `keys`.
+struct Tokens {
+    int past, keys;
+
+    // The end of the keys that the queries before row `end` see.
+    DEVICE int end_of_keys(int end) const { return lesser(keys, past + end); }
+
+    // The tile of STEP keys with the first that query `row` sees, of those before `end`.
+    template <int STEP> DEVICE int first_tile(const Seen& sees, int row, int end) const {
+        return lesser(sees.from(past + row), end - 1) / STEP * STEP;
+    }
 };
 
-DEVICE QueryPair query_pair(const Documents& documents, int query, int tokens) {
-    return {query, documents.of(smaller(query, tokens - 1)), documents.of(smaller(query + 8, tokens - 1))};
+// The rows of a lane in a tile of C, queries `row` and `row + 8` of `count`: the first key that each sees, and the
+// last.
+struct QueryPair {
+    int row, own0, own1, last0, last1;
+};
+
+DEVICE QueryPair query_pair(const Seen& sees, const Tokens& tokens, int row, int count) {
+    int last = tokens.keys - 1, token0 = tokens.past + lesser(row, count - 1), token1 = tokens.past + lesser(row + 8, count - 1);
+    return {row, sees.from(token0), sees.from(token1), lesser(token0, last), lesser(token1, last)};
 }
 
 // Writes `value` where a query does not see the key: `scores` begin at key `keys`.
 template <int N> DEVICE void mask(float (&scores)[N][4], const QueryPair& of, int keys, float value) {
-    int until = of.query - keys, from0 = of.own0 - keys, from1 = of.own1 - keys;
+    int until0 = of.last0 - keys, until1 = of.last1 - keys, from0 = of.own0 - keys, from1 = of.own1 - keys;
 #pragma unroll
     for (int j = 0; j < N; j++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             int key = 8 * j + lane_of_warp() % 4 * 2 + c;
-            if (key > until || key < from0) scores[j][c] = value;
-            if (key > until + 8 || key < from1) scores[j][2 + c] = value;
+            if (key > until0 || key < from0) scores[j][c] = value;
+            if (key > until1 || key < from1) scores[j][2 + c] = value;
         }
     }
 }
@@ -96,14 +111,16 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
 // Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse.
 template <int DIM>
 DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 8][4], const Head& head, const QueryPair& rows, u16* out, float* lse,
-                          i64 heads, int first, int tokens, int head_dim, float scale) {
+                          i64 heads, int first, int count, i64 in_memory, int head_dim, float scale) {
     of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
-    u16* to = out + (head.sample * tokens * heads + head.head) * head_dim;
-    store_rows<DIM>(tiles, 0, o, 1.0f / of.total0, 1.0f / of.total1, to, heads * head_dim, first, tokens, head_dim);
-    float* lse_head = lse + (head.sample * heads + head.head) * tokens;
+    // A query that sees no key has no powers.
+    float inverse0 = of.total0 > 0.0f ? 1.0f / of.total0 : 0.0f, inverse1 = of.total1 > 0.0f ? 1.0f / of.total1 : 0.0f;
+    u16* to = out + (head.sample * in_memory * heads + head.head) * head_dim;
+    store_rows<DIM>(tiles, 0, o, inverse0, inverse1, to, heads * head_dim, first, count, head_dim);
+    float* lse_head = lse + (head.sample * heads + head.head) * in_memory;
     if (lane_of_warp() % 4 != 0) return;
-    if (rows.query < tokens) lse_head[rows.query] = of.max0 * scale + ln_bits(of.total0);
-    if (rows.query + 8 < tokens) lse_head[rows.query + 8] = of.max1 * scale + ln_bits(of.total1);
+    if (rows.row < count) lse_head[rows.row] = of.total0 > 0.0f ? of.max0 * scale + ln_bits(of.total0) : -INFINITE;
+    if (rows.row + 8 < count) lse_head[rows.row + 8] = of.total1 > 0.0f ? of.max1 * scale + ln_bits(of.total1) : -INFINITE;
 }
 
 // lse in powers of two, and D, of a lane's two rows, in backward.
@@ -128,10 +145,14 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// End of the queries that see one of the FLASH_ROWS keys from `first` on: the end of the sequence, or of the last key's
-// document, found in steps of STEP.
-template <int STEP> DEVICE int end_of_queries(const Documents& documents, int first, int tokens) {
-    int end = first;
-    while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;
-    return smaller(end, tokens);
+// The queries that see one of the FLASH_ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found
+// in steps of STEP.
+struct QueryRows {
+    int begin, end;
+};
+
+template <int STEP> DEVICE QueryRows queries_of(const Seen& sees, const Tokens& tokens, int first, int count) {
+    int begin = lesser(greater(first - tokens.past, 0), count - 1), end = begin;
+    while (end < count && (end == begin || sees.from(tokens.past + end) < first + FLASH_ROWS)) end += STEP;
+    return {begin, lesser(end, count)};
 }

@@ -15,7 +15,7 @@
 //           memory: two tiles of the block's own rows and two pairs of the others: dQ 2 head_dim (256 + 4·64), 64 and
 //           128 KiB; dK and dV 48 and 80 KiB.
 // Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12
-//           and more in flight. Q, dO, K and V come from shared memory for each product. 204 and 236, 199 and 243
+//           and more in flight. Q, dO, K and V come from shared memory for each product. 204 and 235, 202 and 244
 //           (kernels/report.md): one block on an SM, 8 warps.
 // Banks     as in flash_forward.cu: no conflicts.
 // Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations per head, and one power of two per pair in both:
@@ -51,30 +51,33 @@ struct FlashOperands {
     int head_dim;
     float scale;
     const int* firsts;
+    i64 keys, past, rows, window;
 };
 
 template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row) {
     constexpr int DOUT = FLASH_ROWS * DIM, PAIR = 2 * FLASH_ROWS * DIM, VALUES = FLASH_KEYS * DIM, PAIRS = 2 * FLASH_KEYS * DIM;
     TILES(tiles, 2 * FLASH_ROWS * DIM + 4 * FLASH_KEYS * DIM);
     Head head = head_of(of.heads, of.group, of.first_kv);
-    int tokens = static_cast<int>(of.seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
+    int count = static_cast<int>(of.seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(of.past), static_cast<int>(of.keys)};
+    int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     i64 out_row = of.heads * of.head_dim;
-    const u16* q_head = of.q + head.sample * of.seq * of.q_row + head.head * of.head_dim;
-    i64 kv_at = head.sample * of.seq * of.kv_row + head.kv_head * of.head_dim;
-    const u16* dout_head = of.dout + head.sample * of.seq * out_row + head.head * of.head_dim;
-    i64 numbers = (head.sample * of.heads + head.head) * of.seq;
+    const u16* q_head = of.q + head.sample * of.rows * of.q_row + head.head * of.head_dim;
+    i64 kv_at = head.sample * of.keys * of.kv_row + head.kv_head * of.head_dim;
+    const u16* dout_head = of.dout + head.sample * of.rows * out_row + head.head * of.head_dim;
+    i64 numbers = (head.sample * of.heads + head.head) * of.rows;
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
     int i0 = first + warp_row + lane / 4;
-    Documents documents = documents_of(of.firsts, head, of.seq);
-    QueryPair rows = query_pair(documents, i0, tokens);
-    int begin = documents.of(first) / FLASH_KEYS * FLASH_KEYS;
+    Seen sees = seen_of(of.firsts, head, of.keys, of.window);
+    QueryPair rows = query_pair(sees, tokens, i0, count);
+    int begin = tokens.first_tile<FLASH_KEYS>(sees, first, end), of_warp = tokens.past + first + warp_row;
     float scale_2 = of.scale * static_cast<float>(LOG2_E);
-    RowNumbers row = row_numbers(of.lse + numbers, of.dots + numbers, i0, tokens - 1);
+    RowNumbers row = row_numbers(of.lse + numbers, of.dots + numbers, i0, count - 1);
 
-    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, of.q_row, first, tokens, of.head_dim);
-    copy_rows<FLASH_ROWS, DIM>(tiles, DOUT, dout_head, out_row, first, tokens, of.head_dim);
-    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR, of.k + kv_at, of.kv_row, begin, tokens, of.head_dim);
-    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + VALUES, of.v + kv_at, of.kv_row, begin, tokens, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, of.q_row, first, count, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, DOUT, dout_head, out_row, first, count, of.head_dim);
+    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR, of.k + kv_at, of.kv_row, begin, tokens.keys, of.head_dim);
+    copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + VALUES, of.v + kv_at, of.kv_row, begin, tokens.keys, of.head_dim);
     copy_commit();
     float sum[DIM / 8][4];
     clear(sum);
@@ -85,11 +88,11 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + FLASH_KEYS < end) {
-            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS, of.k + kv_at, of.kv_row, keys + FLASH_KEYS, tokens, of.head_dim);
-            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS + VALUES, of.v + kv_at, of.kv_row, keys + FLASH_KEYS, tokens, of.head_dim);
+            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS, of.k + kv_at, of.kv_row, keys + FLASH_KEYS, tokens.keys, of.head_dim);
+            copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS + VALUES, of.v + kv_at, of.kv_row, keys + FLASH_KEYS, tokens.keys, of.head_dim);
             copy_commit();
         }
-        if (keys > first + warp_row + 15) continue;  // the last query of this warp precedes them
+        if (keys > of_warp + 15) continue;  // the last query of this warp precedes them
         float s[FLASH_KEYS / 8][4], dp[FLASH_KEYS / 8][4];
         clear(s), clear(dp);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
@@ -98,62 +101,64 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
         mask(s, rows, keys, 0.0f);
         add_product_of<DIM>(sum, s, tiles, pair);
     }
-    u16* to = dq + head.sample * of.seq * dq_row + head.head * of.head_dim;
-    store_rows<DIM>(tiles, 0, sum, of.scale, of.scale, to, dq_row, first, tokens, of.head_dim);
+    u16* to = dq + head.sample * of.rows * dq_row + head.head * of.head_dim;
+    store_rows<DIM>(tiles, 0, sum, of.scale, of.scale, to, dq_row, first, count, of.head_dim);
 }
 
 template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv_row) {
     constexpr int VALUES = FLASH_ROWS * DIM, PAIR = 2 * FLASH_ROWS * DIM, DOUT = STEP * DIM, PAIRS = 2 * STEP * DIM;
     TILES(tiles, 2 * FLASH_ROWS * DIM + 4 * STEP * DIM);
     i64 groups = of.heads / of.group, sample = blockIdx.x / groups, own_head = blockIdx.x % groups, out_row = of.heads * of.head_dim;
-    int tokens = static_cast<int>(of.seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    int count = static_cast<int>(of.seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(of.past), static_cast<int>(of.keys)};
     i64 kv_at = (of.first_kv + own_head) * of.head_dim;
-    const u16* q_sample = of.q + sample * of.seq * of.q_row;
-    const u16* dout_sample = of.dout + sample * of.seq * out_row;
+    const u16* q_sample = of.q + sample * of.rows * of.q_row;
+    const u16* dout_sample = of.dout + sample * of.rows * out_row;
     // This lane has keys j0 and j0 + 8.
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
     int j0 = first + warp_row + lane / 4;
-    Documents documents = {of.firsts ? of.firsts + sample * of.seq : of.firsts};
+    Seen sees = {of.firsts ? of.firsts + sample * of.keys : of.firsts, static_cast<int>(of.window)};
+    bool hides = of.firsts || of.window < of.past + of.seq;
     float scale_2 = of.scale * static_cast<float>(LOG2_E);
-    int end = end_of_queries<STEP>(documents, first, tokens);
-    i64 head = own_head * of.group, past = head + of.group;
-    int queries = first;
+    QueryRows seeing = queries_of<STEP>(sees, tokens, first, count);
+    i64 head = own_head * of.group, behind = head + of.group;
+    int queries = seeing.begin;
 
-    copy_rows<FLASH_ROWS, DIM>(tiles, 0, of.k + sample * of.seq * of.kv_row + kv_at, of.kv_row, first, tokens, of.head_dim);
-    copy_rows<FLASH_ROWS, DIM>(tiles, VALUES, of.v + sample * of.seq * of.kv_row + kv_at, of.kv_row, first, tokens, of.head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR, q_sample + head * of.head_dim, of.q_row, first, tokens, of.head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR + DOUT, dout_sample + head * of.head_dim, out_row, first, tokens, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, 0, of.k + sample * of.keys * of.kv_row + kv_at, of.kv_row, first, tokens.keys, of.head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, VALUES, of.v + sample * of.keys * of.kv_row + kv_at, of.kv_row, first, tokens.keys, of.head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR, q_sample + head * of.head_dim, of.q_row, queries, count, of.head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR + DOUT, dout_sample + head * of.head_dim, out_row, queries, count, of.head_dim);
     copy_commit();
     float k_sum[DIM / 8][4], v_sum[DIM / 8][4];
     clear(k_sum), clear(v_sum);
     int stage = 0;
-    while (head < past) {
+    while (head < behind) {
         copy_wait<0>();
         __syncthreads();  // these queries have arrived, and the previous queries have been read
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         int from = queries;
-        i64 numbers = (sample * of.heads + head) * of.seq + from;
+        i64 numbers = (sample * of.heads + head) * of.rows + from;
         queries += STEP;
-        if (queries >= end) queries = first, head++;
-        if (head < past) {
+        if (queries >= seeing.end) queries = seeing.begin, head++;
+        if (head < behind) {
             int next = PAIR + stage * PAIRS;
-            copy_rows<STEP, DIM>(tiles, next, q_sample + head * of.head_dim, of.q_row, queries, tokens, of.head_dim);
-            copy_rows<STEP, DIM>(tiles, next + DOUT, dout_sample + head * of.head_dim, out_row, queries, tokens, of.head_dim);
+            copy_rows<STEP, DIM>(tiles, next, q_sample + head * of.head_dim, of.q_row, queries, count, of.head_dim);
+            copy_rows<STEP, DIM>(tiles, next + DOUT, dout_sample + head * of.head_dim, out_row, queries, count, of.head_dim);
             copy_commit();
         }
-        if (from + STEP <= first + warp_row) continue;  // they all precede the first key of this warp
+        if (tokens.past + from + STEP <= first + warp_row) continue;  // they all precede the first key of this warp
         float p[STEP / 8][4], dp[STEP / 8][4];
         clear(p), clear(dp);
         add_product<DIM>(p, tiles, 0, warp_row, pair);
         add_product<DIM>(dp, tiles, VALUES, warp_row, pair + DOUT);
-        int rows = tokens - from, key = j0 - from;
+        int rows = count - from, token = tokens.past + from, key = j0 - token;
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 int i = 8 * j + lane % 4 * 2 + c, at = i < rows ? i : 0;
-                int own = of.firsts ? documents.of(from + at) - from : -0x40000000;
+                int own = hides ? sees.from(token + at) - token : -0x40000000;
                 float lse = of.lse[numbers + at] * static_cast<float>(LOG2_E), dot = of.dots[numbers + at];
                 float p0 = exp2_fast(fmaf(p[j][c], scale_2, -lse)), p1 = exp2_fast(fmaf(p[j][2 + c], scale_2, -lse));
                 if (i < key || i >= rows || key < own) p0 = 0.0f;
@@ -165,31 +170,35 @@ template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& 
         add_product_of<DIM>(v_sum, p, tiles, pair + DOUT);
         add_product_of<DIM>(k_sum, dp, tiles, pair);
     }
-    i64 to = sample * of.seq * dkv_row + kv_at;
-    store_rows<DIM>(tiles, 0, k_sum, of.scale, of.scale, dk + to, dkv_row, first, tokens, of.head_dim);
-    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens, of.head_dim);
+    i64 to = sample * of.keys * dkv_row + kv_at;
+    store_rows<DIM>(tiles, 0, k_sum, of.scale, of.scale, dk + to, dkv_row, first, tokens.keys, of.head_dim);
+    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens.keys, of.head_dim);
 }
 
-#define FLASH_OPERANDS {q, k, v, dout, lse, dots, q_row, kv_row, seq, heads, group, first_kv, head_dim, scale, firsts}
+#define FLASH_OPERANDS {q, k, v, dout, lse, dots, q_row, kv_row, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, window}
 
 KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
-                           u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+                           u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window) {
     flash_backward_q<64>(FLASH_OPERANDS, dq, dq_row);
 }
 
 KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
-                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window) {
     flash_backward_q<128>(FLASH_OPERANDS, dq, dq_row);
 }
 
 KERNEL flash_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
-                            float scale, const int* firsts) {
+                            float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window) {
     flash_backward_kv<64, 32>(FLASH_OPERANDS, dk, dv, dkv_row);
 }
 
 KERNEL flash_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                              const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
-                             float scale, const int* firsts) {
+                             float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window) {
     flash_backward_kv<128, 16>(FLASH_OPERANDS, dk, dv, dkv_row);
 }

@@ -11,7 +11,7 @@
 //           blocks of keys would need atomics, whose order differs from run to run. Shared memory: 2 head_dim (256 + 4
 //           STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
 // Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32
-//           more: 160 and 224; then descriptors and numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one
+//           more: 160 and 224; then descriptors and numbers of rows. 205 and 188, 225 and 255 (kernels/report.md): one
 //           block on an SM, 8 warps, nothing spilled.
 // Banks     panels in the 128-byte swizzle, which the copies write, and 8 lanes read each number of a column: no
 //           conflicts.
@@ -26,21 +26,24 @@
 
 template <int DIM, int STEP, int STAGES>
 DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
-                                       i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                       i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past,
+                                       i64 in_memory, i64 window) {
     constexpr int DOUT = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, VALUES = STEP * DIM;
     constexpr int BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
     using Pairs = Ring<STEP, DIM, STAGES>;
     TILES(tiles, BARRIERS + Pairs::BARRIERS);
     Head head = head_of(heads, group, first_kv);
-    int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
+    int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
+    int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
     int query = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
-    i64 numbers = (head.sample * heads + head.head) * seq;
-    Documents documents = documents_of(firsts, head, seq);
-    QueryPair rows = query_pair(documents, query, tokens);
-    RowNumbers row = row_numbers(lse + numbers, dots + numbers, query, tokens - 1);
-    int begin = documents.of(first) / STEP * STEP;
-    bool leads = threadIdx.x == 0;
+    i64 numbers = (head.sample * heads + head.head) * in_memory;
+    Seen sees = seen_of(firsts, head, keys_in_memory, window);
+    QueryPair rows = query_pair(sees, tokens, query, count);
+    RowNumbers row = row_numbers(lse + numbers, dots + numbers, query, count - 1);
+    int begin = tokens.first_tile<STEP>(sees, first, end), of_group = tokens.past + first + group_row;
+    bool leads = threadIdx.x == 0, hides = firsts || window < past + seq;
 
     Pairs ring = {PAIRS, BARRIERS, maps.k, maps.v};
     TileOf of = {static_cast<int>(head.kv_head), sample};
@@ -57,7 +60,7 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
         int ahead = keys + (STAGES - 1) * STEP;
         if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
+        if (keys > of_group + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
 
         float s[STEP / 8][4], dp[STEP / 8][4];
         warp_group_begin();
@@ -66,7 +69,7 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
         warp_group_commit();
         warp_group_wait<0>();
         score_gradients(s, dp, row, scale * static_cast<float>(LOG2_E));
-        if (firsts || keys + STEP > first + group_row + 1) mask(s, rows, keys, 0.0f);
+        if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, rows, keys, 0.0f);
         u32 ds[STEP / 16][4];
         as_operands(ds, s);
         warp_group_begin();
@@ -74,8 +77,8 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
         warp_group_commit();
         warp_group_wait<0>();
     }
-    u16* to = dq + head.sample * seq * dq_row + head.head * head_dim;
-    store_rows<DIM>(tiles, 0, sum, scale, scale, to, dq_row, first, tokens, head_dim);
+    u16* to = dq + head.sample * in_memory * dq_row + head.head * head_dim;
+    store_rows<DIM>(tiles, 0, sum, scale, scale, to, dq_row, first, count, head_dim);
 }
 
 // The numbers of STEP queries, which all groups of a block read: lse in powers of two, then D.
@@ -83,9 +86,9 @@ template <int STEP> struct ColumnNumbers {
     float lse, dot;
 
     // The numbers of this thread's query, from memory. For a query beyond the last, the probabilities must be 0.
-    static DEVICE ColumnNumbers of(const float* lse, const float* dots, int from, int tokens) {
+    static DEVICE ColumnNumbers of(const float* lse, const float* dots, int from, int count) {
         int query = from + static_cast<int>(threadIdx.x);
-        if (threadIdx.x >= STEP || query >= tokens) return {INFINITE, 0.0f};
+        if (threadIdx.x >= STEP || query >= count) return {INFINITE, 0.0f};
         return {lse[query] * static_cast<float>(LOG2_E), dots[query]};
     }
 
@@ -99,12 +102,13 @@ template <int STEP> struct ColumnNumbers {
 DEVICE float number(Tiles tiles, int at, int column) { return __uint_as_float(read_word(tiles, at + 2 * column)); }
 
 // Writes zeros where a query (columns from `from` on) does not see a lane's keys, `key` and `key + 8`.
-template <int N> DEVICE void mask_of_keys(float (&p)[N][4], const Documents& documents, int from, int key, int tokens) {
+template <int N> DEVICE void mask_of_keys(float (&p)[N][4], const Seen& sees, const Tokens& tokens, int from, int key, int count) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            int query = from + 8 * j + lane_of_warp() % 4 * 2 + c, own = documents.of(smaller(query, tokens - 1));
+            int row = from + 8 * j + lane_of_warp() % 4 * 2 + c, query = tokens.past + row;
+            int own = sees.from(tokens.past + lesser(row, count - 1));
             if (query < key || key < own) p[j][c] = 0.0f;
             if (query < key + 8 || key + 8 < own) p[j][2 + c] = 0.0f;
         }
@@ -113,30 +117,33 @@ template <int N> DEVICE void mask_of_keys(float (&p)[N][4], const Documents& doc
 
 template <int DIM, int STEP, int STAGES>
 DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
-                                        i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                        i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past,
+                                        i64 in_memory, i64 window) {
     constexpr int VALUES = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, DOUT = STEP * DIM, NUMBERS = PAIRS + 2 * STAGES * STEP * DIM;
     constexpr int OF_STAGE = 4 * STEP, BARRIERS = NUMBERS + 2 * OF_STAGE;
     using Pairs = Ring<STEP, DIM, STAGES>;
     TILES(tiles, BARRIERS + Pairs::BARRIERS);
     i64 groups = heads / group, own_head = blockIdx.x % groups;
-    int sample = static_cast<int>(blockIdx.x / groups), tokens = static_cast<int>(seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    int sample = static_cast<int>(blockIdx.x / groups), row_count = static_cast<int>(seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
     int group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
     int key = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
-    Documents documents = {firsts ? firsts + sample * seq : firsts};
+    Seen sees = {firsts ? firsts + sample * keys_in_memory : firsts, static_cast<int>(window)};
     float scale_2 = scale * static_cast<float>(LOG2_E);
-    // Tile n of queries belongs to head n / each of the group; queries start at `first`.
-    int each = (end_of_queries<STEP>(documents, first, tokens) - first + STEP - 1) / STEP, count = static_cast<int>(group) * each;
+    // Tile n of queries belongs to head n / each of the group.
+    QueryRows seeing = queries_of<STEP>(sees, tokens, first, row_count);
+    int each = (seeing.end - seeing.begin + STEP - 1) / STEP, count = static_cast<int>(group) * each;
     int head = static_cast<int>(own_head * group), kv_head = static_cast<int>(first_kv + own_head);
-    bool leads = threadIdx.x == 0;
+    bool leads = threadIdx.x == 0, hides = firsts || window < past + seq;
 
     Pairs ring = {PAIRS, BARRIERS, maps.q, maps.dout};
     if (leads) {
         ring.begin(tiles, {maps.k, maps.v}, {kv_head, sample}, first);
-        for (int n = 0; n < STAGES - 1 && n < count; n++) ring.copy(tiles, n, {head + n / each, sample}, first + n % each * STEP);
+        for (int n = 0; n < STAGES - 1 && n < count; n++) ring.copy(tiles, n, {head + n / each, sample}, seeing.begin + n % each * STEP);
     }
     auto numbers_of = [&](int n) {
-        i64 at = (static_cast<i64>(sample) * heads + head + n / each) * seq;
-        return ColumnNumbers<STEP>::of(lse + at, dots + at, first + n % each * STEP, tokens);
+        i64 at = (static_cast<i64>(sample) * heads + head + n / each) * in_memory;
+        return ColumnNumbers<STEP>::of(lse + at, dots + at, seeing.begin + n % each * STEP, row_count);
     };
     numbers_of(0).write(tiles, NUMBERS);
     __syncthreads();  // the barriers are visible to all threads
@@ -145,11 +152,11 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
     clear(k_sum), clear(v_sum);
     for (int n = 0; n < count; n++) {
         __syncthreads();  // the previous queries have been read, and the numbers of these are written
-        int ahead = n + STAGES - 1, from = first + n % each * STEP, numbers = NUMBERS + n % 2 * OF_STAGE;
-        if (leads && ahead < count) ring.copy(tiles, ahead, {head + ahead / each, sample}, first + ahead % each * STEP);
+        int ahead = n + STAGES - 1, from = seeing.begin + n % each * STEP, numbers = NUMBERS + n % 2 * OF_STAGE;
+        if (leads && ahead < count) ring.copy(tiles, ahead, {head + ahead / each, sample}, seeing.begin + ahead % each * STEP);
         ColumnNumbers<STEP> next = numbers_of(smaller(n + 1, count - 1));  // loaded while this tile is multiplied
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (from + STEP > first + group_row) {  // else they all precede the first key of this group
+        if (tokens.past + from + STEP > first + group_row) {  // else they all precede the first key of this group
             int queries = ring.place(n);
             float p[STEP / 8][4], dp[STEP / 8][4];
             warp_group_begin();
@@ -167,7 +174,7 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
                     p[j][c] = exp2_fast(fmaf(p[j][c], scale_2, -of_query)), p[j][2 + c] = exp2_fast(fmaf(p[j][2 + c], scale_2, -of_query));
                 }
             }
-            if (firsts || from < first + group_row + GROUP_ROWS - 1) mask_of_keys(p, documents, from, key, tokens);
+            if (hides || tokens.past + from < first + group_row + GROUP_ROWS - 1) mask_of_keys(p, sees, tokens, from, key, row_count);
             u32 weights[STEP / 16][4], ds[STEP / 16][4];
             as_operands(weights, p);
             warp_group_wait<0>();
@@ -188,9 +195,9 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
         }
         next.write(tiles, NUMBERS + (n + 1) % 2 * OF_STAGE);
     }
-    i64 to = sample * seq * dkv_row + kv_head * head_dim;
-    store_rows<DIM>(tiles, 0, k_sum, scale, scale, dk + to, dkv_row, first, tokens, head_dim);
-    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens, head_dim);
+    i64 to = sample * keys_in_memory * dkv_row + kv_head * head_dim;
+    store_rows<DIM>(tiles, 0, k_sum, scale, scale, dk + to, dkv_row, first, tokens.keys, head_dim);
+    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens.keys, head_dim);
 }
 
 // Keys, or queries, of a tile, and pairs of tiles.
@@ -209,28 +216,30 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
 
 #define FLASH_BACKWARD_Q_OF_GROUPS(DIM, KEYS) \
     flash_backward_q_of_groups<DIM, KEYS, BACKWARD_SM90_STAGES>( \
-        flash_maps_at(maps), lse, dots, dq, dq_row, seq, heads, group, first_kv, head_dim, scale, firsts)
+        flash_maps_at(maps), lse, dots, dq, dq_row, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
+        window)
 
 KERNEL flash_backward_sm90_q_64(const u64* maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
-                                i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_BACKWARD_Q_OF_GROUPS(64, BACKWARD_SM90_64_KEYS);
 }
 
 KERNEL flash_backward_sm90_q_128(const u64* maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
-                                 i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                 i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_BACKWARD_Q_OF_GROUPS(128, BACKWARD_SM90_128_KEYS);
 }
 
 #define FLASH_BACKWARD_KV_OF_GROUPS(DIM) \
     flash_backward_kv_of_groups<DIM, BACKWARD_SM90_QUERIES, BACKWARD_SM90_STAGES>( \
-        flash_maps_at(maps), lse, dots, dk, dv, dkv_row, seq, heads, group, first_kv, head_dim, scale, firsts)
+        flash_maps_at(maps), lse, dots, dk, dv, dkv_row, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
+        window)
 
 KERNEL flash_backward_sm90_kv_64(const u64* maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
-                                 i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                 i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_BACKWARD_KV_OF_GROUPS(64);
 }
 
 KERNEL flash_backward_sm90_kv_128(const u64* maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
-                                  i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+                                  i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_BACKWARD_KV_OF_GROUPS(128);
 }

@@ -2,7 +2,7 @@
 // (FlashAttention-2, Dao, arXiv:2307.08691), heads of queries in groups that share keys and values (Ainslie et al.,
 // arXiv:2305.13245).
 //
-//   S = Q Kᵀ for j <= i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
+//   S = Q Kᵀ for first_query + i - window < j <= first_query + i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
 //   O = P V / Σ P,  lse = m scale + ln Σ P
 //
 // Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128
@@ -13,8 +13,8 @@
 //           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
 //           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
-//           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 126 (kernels/report.md), so 16
-//           warps; _128 takes 210, 8 warps. Shared memory allows as many.
+//           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 125 (kernels/report.md), so 16
+//           warps; _128 takes 211, 8 warps. Shared memory allows as many.
 // Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
@@ -28,22 +28,25 @@
 
 template <int DIM, int STEP>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                          i64 first_kv, int head_dim, float scale, const int* firsts) {
+                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window) {
     constexpr int PAIR = FLASH_ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;  // places and sizes of tiles
     TILES(tiles, FLASH_ROWS * DIM + 4 * STEP * DIM);
     Head head = head_of(heads, group, first_kv);
-    int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
-    const u16* q_head = q + head.sample * seq * q_row + head.head * head_dim;
-    const u16* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
-    const u16* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
+    int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
+    int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
+    const u16* q_head = q + head.sample * in_memory * q_row + head.head * head_dim;
+    const u16* k_head = k + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
+    const u16* v_head = v + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
-    Documents documents = documents_of(firsts, head, seq);
-    QueryPair rows = query_pair(documents, first + warp_row + lane / 4, tokens);
-    int begin = documents.of(first) / STEP * STEP;
+    Seen sees = seen_of(firsts, head, keys_in_memory, window);
+    QueryPair rows = query_pair(sees, tokens, first + warp_row + lane / 4, count);
+    int begin = tokens.first_tile<STEP>(sees, first, end), of_warp = tokens.past + first + warp_row;
+    bool hides = firsts || window < past + seq;
 
-    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, q_row, first, tokens, head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens, head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens, head_dim);
+    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, q_row, first, count, head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens.keys, head_dim);
+    copy_rows<STEP, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens.keys, head_dim);
     copy_commit();
     OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
     float o[DIM / 8][4];
@@ -55,24 +58,25 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + STEP < end) {
-            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + STEP, tokens, head_dim);
-            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens, head_dim);
+            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + STEP, tokens.keys, head_dim);
+            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens.keys, head_dim);
             copy_commit();
         }
-        if (keys > first + warp_row + 15) continue;  // the last query of this warp precedes them
+        if (keys > of_warp + 15) continue;  // the last query of this warp precedes them
 
         float s[STEP / 8][4];
         clear(s);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
-        if (firsts || keys + STEP > first + warp_row + 1) mask(s, rows, keys, -INFINITE);
+        if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
         online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
         add_product_of<DIM>(o, s, tiles, pair + VALUES);
     }
-    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, tokens, head_dim, scale);
+    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 #define FLASH_FORWARD(DIM, STEP) \
-    flash_forward<DIM, STEP>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
+    flash_forward<DIM, STEP>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
+                             window)
 
 // Overridden by src/variants.rs.
 #ifndef FORWARD_64_KEYS
@@ -88,13 +92,13 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #undef RESIDENT
 #define RESIDENT FORWARD_64_RESIDENT
 KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                        i64 first_kv, int head_dim, float scale, const int* firsts) {
+                        i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_FORWARD(64, FORWARD_64_KEYS);
 }
 
 #undef RESIDENT
 #define RESIDENT 1
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                         i64 first_kv, int head_dim, float scale, const int* firsts) {
+                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_FORWARD(128, FORWARD_128_KEYS);
 }

@@ -11,7 +11,7 @@
 //           queries and STAGES of keys and of values, and barriers: 2 head_dim (128 + 2·2·128) + 24 bytes, 80 KiB for
 //           64 and 160 KiB for 128, of 227.
 // Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and descriptors;
-//           168 and 214 (kernels/report.md). 256 threads of more than 128 registers: one block on an SM.
+//           168 and 220 (kernels/report.md). 256 threads of more than 128 registers: one block on an SM.
 // Banks     panels in the 128-byte swizzle, which the copies write: no conflicts.
 // Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and
 //           without instructions for ldmatrix or copies. An SM does 2048 multiplications per clock: 64 × 128 × 16 of
@@ -22,17 +22,19 @@
 
 template <int DIM, int STEP, int STAGES>
 DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
-                                    const int* firsts) {
+                                    const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window) {
     constexpr int PAIRS = FLASH_ROWS * DIM, VALUES = STEP * DIM, BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
     using Pairs = Ring<STEP, DIM, STAGES>;
     TILES(tiles, BARRIERS + Pairs::BARRIERS);
     Head head = head_of(heads, group, first_kv);
-    int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
+    int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
+    Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
+    int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
-    Documents documents = documents_of(firsts, head, seq);
-    QueryPair rows = query_pair(documents, first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4, tokens);
-    int begin = documents.of(first) / STEP * STEP;
-    bool leads = threadIdx.x == 0;
+    Seen sees = seen_of(firsts, head, keys_in_memory, window);
+    QueryPair rows = query_pair(sees, tokens, first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4, count);
+    int begin = tokens.first_tile<STEP>(sees, first, end), of_group = tokens.past + first + group_row;
+    bool leads = threadIdx.x == 0, hides = firsts || window < past + seq;
 
     Pairs ring = {PAIRS, BARRIERS, maps.k, maps.v};
     TileOf of = {static_cast<int>(head.kv_head), sample};
@@ -50,14 +52,14 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
         int ahead = keys + (STAGES - 1) * STEP;
         if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
+        if (keys > of_group + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
 
         float s[STEP / 8][4];
         warp_group_begin();
         multiply_groups<DIM, FLASH_ROWS>(s, tiles, 0, group_row, ring.place(n));
         warp_group_commit();
         warp_group_wait<0>();
-        if (firsts || keys + STEP > first + group_row + 1) mask(s, rows, keys, -INFINITE);
+        if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
         online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
         u32 p[STEP / 16][4];
         as_operands(p, s);
@@ -66,7 +68,7 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
         warp_group_commit();
         warp_group_wait<0>();
     }
-    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, tokens, head_dim, scale);
+    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 // Keys of a tile, and pairs of tiles.
@@ -79,14 +81,14 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
 
 #define FLASH_FORWARD_OF_GROUPS(DIM) \
     flash_forward_of_groups<DIM, FORWARD_SM90_KEYS, FORWARD_SM90_STAGES>( \
-        flash_maps_at(maps), out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
+        flash_maps_at(maps), out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, window)
 
 KERNEL flash_forward_sm90_64(const u64* maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
-                             const int* firsts) {
+                             const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_FORWARD_OF_GROUPS(64);
 }
 
 KERNEL flash_forward_sm90_128(const u64* maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
-                              const int* firsts) {
+                              const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_FORWARD_OF_GROUPS(128);
 }

@@ -27,7 +27,7 @@ sources! {
     layer_norm rms_norm bias elementwise reduction windows gelu swiglu optimizer grad_norm exact_squares product casts
     copies reduce_ranks dropout rotary embedding cross_entropy attention_forward attention_backward flash_forward
     flash_backward flash_maps flash_forward_sm90 flash_backward_sm90 routing permutation grouped grouped_tensor
-    documents attention_decode squared_error channel_norm measures lamb adafactor muon adam8bit codecs sparse feedback
+    documents squared_error channel_norm measures lamb adafactor muon adam8bit codecs sparse feedback
     low_rank nonzeros
 }
 
@@ -344,12 +344,17 @@ kernels! {
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
         Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_forward, Geometry::Tiles { rows: 32 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_forward, Geometry::Tiles { rows: 32 };
     attention_forward_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
         Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_forward, Geometry::Tiles { rows: 32 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_forward, Geometry::Tiles { rows: 32 };
+    attention_join(In F32 part, In F32 lse, In F32 part_lse, Out F32 out, Value I64 count, Divisor I64 seq,
+        Divisor I64 heads, Divisor I64 head_dim) in attention_forward, ELEMENTS;
+    attention_join_lse(In F32 part_lse, Out F32 lse, Value I64 rows) in attention_forward, ELEMENTS;
     attention_dots(In F32 dout, In F32 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads,
         Value I64 head_dim) in attention_backward, ELEMENTS;
     attention_backward_q_64(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
@@ -357,74 +362,90 @@ kernels! {
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_q_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_kv_64(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_kv_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
-        Value I64 first_query) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_group_sum(In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Divisor I64 group,
         Value I64 first, Divisor I64 head_dim) in attention_backward, ELEMENTS;
     flash_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts) in flash_forward, flash(64, 128 + 4 * 32);
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(64, 128 + 4 * 32);
     flash_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts) in flash_forward, flash(128, 128 + 4 * 64);
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 128 + 4 * 64);
     flash_dots(InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq,
         Divisor I64 heads, Eights I64 head_dim) in flash_backward, ELEMENTS;
     flash_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward, flash(64, 2 * 128 + 4 * 64);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 2 * 128 + 4 * 64);
     flash_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward, flash(128, 2 * 128 + 4 * 64);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 2 * 128 + 4 * 64);
     flash_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward, flash(64, 2 * 128 + 4 * 32);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 2 * 128 + 4 * 32);
     flash_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward, flash(128, 2 * 128 + 4 * 16);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 2 * 128 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
-        Eights I32 head_dim) in flash_maps, Geometry::OneWarp;
+        Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;
     flash_forward_sm90_64(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_forward_sm90, flash_sm90(64, 128 + 4 * 128, 2, 0);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(64, 128 + 4 * 128, 2, 0);
     flash_forward_sm90_128(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_forward_sm90, flash_sm90(128, 128 + 4 * 128, 2, 0);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(128, 128 + 4 * 128, 2, 0);
     flash_backward_sm90_q_64(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0);
     flash_backward_sm90_q_128(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
     flash_backward_sm90_kv_64(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
         Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64);
     flash_backward_sm90_kv_128(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
         Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale,
-        In I32 firsts) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
     route_rank(In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups,
         Value I64 group_best, Value I64 width, Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I32 normalise,
         Value F32 scale, Out F32 weights, Value I64 tokens) in routing, Geometry::Warps;
@@ -529,16 +550,6 @@ kernels! {
     correct_rows(In F32 logits, In I32 targets, Value I64 width, Out I32 right,
         Value I64 rows) in squared_error, Geometry::Warps;
     correct_counts(In I32 right, Out F64 out, Value I64 samples, Value I64 each) in squared_error, Geometry::Warps;
-    decode_append(In F32 kv, In F32 angles, Out F32 cache, Value I64 count, Divisor I64 seq, Value I64 past,
-        Value I64 capacity, Divisor I64 kv_heads, Divisor I64 head_dim) in attention_decode, ELEMENTS;
-    decode_scores(In F32 q, In F32 cache, Out F32 scores, Value I64 rows, Divisor I64 seq, Value I64 past,
-        Value I64 capacity, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I64 kv_heads,
-        Value I64 head_dim, Value F32 scale) in attention_decode, ELEMENTS;
-    decode_weights(Out F32 scores, Value I64 rows, Divisor I64 seq, Value I64 past,
-        Divisor I64 heads) in attention_decode, Geometry::Warps;
-    decode_values(In F32 weights, In F32 cache, Out F32 out, Value I64 count, Divisor I64 seq, Value I64 past,
-        Value I64 capacity, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I64 kv_heads,
-        Divisor I64 head_dim) in attention_decode, ELEMENTS;
     check_positions(In I32 positions, Out I64 found, Value I64 count, Divisor I64 seq) in documents, Geometry::Columns;
     document_starts(In I32 positions, Out I32 checked, Out I32 first, Value I64 count,
         Divisor I64 seq) in documents, ELEMENTS;

@@ -125,6 +125,8 @@ floors! {
     positions_backward positions_backward_16, "32 × 1024 × 2048"; dout X, dtable 1024 * H; 0, 0;
     cross_entropy_stats cross_entropy_stats_16, "8192 × 50304"; logits ROWS * V, targets ROWS, max ROWS, sum ROWS, target ROWS; 0, ROWS * V;
     cross_entropy_backward cross_entropy_backward_16, "8192 × 50304"; logits 2 * ROWS * V, targets ROWS, lse ROWS, scale 8; 0, ROWS * V;
+    attention_join, "32 × 1024 × 12 × 64"; part A64, lse R64, part_lse R64, out 2 * A64; 0, 0;
+    attention_join_lse, "32 × 1024 × 12"; part_lse R64, lse 2 * R64; 0, 0;
     attention_dots, "32 × 1024 × 12 × 64"; dout A64, out A64, dots R64; 0, 0;
     attention_group_sum, "4 × 4096 × 16 × 128 by 4"; from A128, to A128 / 4; 0, 0;
     flash_forward_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, out A64, lse R64; 4 * 64 * P64, P64;
@@ -214,7 +216,6 @@ pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["route_rank", "route_parts", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
     (&["add_f64", "add_assign_f64", "scale_forward_f64", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
     (&["adafactor_vector_measure", "adafactor_vector_update", "adafactor_means", "adafactor_row_factors", "adafactor_column_factors", "adafactor_settle", "lamb_settle", "adam8bit_settle", "message_words", "message_check", "flash_maps"], "vectors of biases, factors of rows, or single numbers: less than a launch takes"),
-    (&["decode_append", "decode_scores", "decode_weights", "decode_values"], "no part of a training step: a token at a time"),
 ];
 
 impl Floor {

@@ -1,13 +1,11 @@
 //! Runs that are saved, stopped, killed and resumed.
 
-use std::fs;
-use std::path::Path;
-
-use serde_json::Value;
-
 use crate::program::{
     Running, SMALL, command, events, folder, lines, metrics, numbers, run, succeed, unwrapped, wait_for,
 };
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
 
 /// The flags of a run that is saved in `folder`, in numerics whose bits no mesh changes.
 fn saved(folder: &Path) -> String {

@@ -1,11 +1,10 @@
 //! How runs end: done, stopped by Ctrl-C, failed, or with standard output closed.
 
+use crate::program::{Running, SMALL, command, events, folder, lines, numbers, path, run, succeed, wait_for};
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
-
-use crate::program::{Running, SMALL, command, events, folder, lines, numbers, path, run, succeed, wait_for};
 
 fn interrupt(running: &Running) {
     let kill = Command::new("kill").args(["-INT", &running.child.id().to_string()]).status().unwrap();

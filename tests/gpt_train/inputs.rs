@@ -1,10 +1,9 @@
 //! The inputs: flags, configuration files, data; and the reports without training.
 
+use crate::program::{SMALL, events, folder, metrics, numbers, run, succeed, unwrapped};
 use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
-
-use crate::program::{SMALL, events, folder, metrics, numbers, run, succeed, unwrapped};
 
 #[test]
 fn help_names_every_flag_and_section() {

@@ -1,10 +1,8 @@
 //! The metrics file, line by line, and what must not depend on the mesh or the run.
 
-use std::fs;
-
-use serde_json::{Map, Value};
-
 use crate::program::{SMALL, events, folder, metrics, numbers, succeed};
+use serde_json::{Map, Value};
+use std::fs;
 
 fn keys(object: &Value) -> Vec<&str> {
     object.as_object().unwrap().keys().map(String::as_str).collect()

@@ -1,13 +1,12 @@
 //! Runs the program, and reads its output.
 
+use serde_json::Value;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-
-use serde_json::Value;
 
 /// A model that trains in an instant.
 pub const SMALL: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 \

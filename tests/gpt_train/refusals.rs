@@ -1,9 +1,8 @@
 //! Bad input: one clear error before any training, exit code 2, nothing touched.
 
+use crate::program::{folder, run};
 use std::fs;
 use std::path::Path;
-
-use crate::program::{folder, run};
 
 /// Runs a command line that must be refused before anything is trained, printed or written, and returns its faults.
 fn refused(folder: &Path, line: &str) -> Vec<String> {
@@ -74,7 +73,7 @@ fn a_bad_command_line() {
             (
                 "--mesh cp=2 --set parallelism.context_parallel_method=none",
                 "parallelism.cp = 2: cuts sequences, and parallelism.context_parallel_method is none; ",
-                "use 1, or all_gather or all_to_all",
+                "use 1, or all_gather, all_to_all, ring, hybrid or auto",
             ),
             ("--set model.preset=huge", "model.preset = \"huge\" (from --set): unknown; ", "tiny, small, medium, gpt2"),
             ("--set model.preset=small --set model.preset=tny", "model.preset = \"tny\"", "the nearest is tiny"),

@@ -1,8 +1,7 @@
 //! What a person sees: texts that fit 80 columns, and the steps of a run on any terminal.
 
-use std::process::Command;
-
 use crate::program::{SMALL, UNSAMPLED, folder, path, succeed};
+use std::process::Command;
 
 #[track_caller]
 fn fits(line: &str) {

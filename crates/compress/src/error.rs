@@ -55,12 +55,7 @@ pub enum CompressError {
 }
 
 meshwork_core::debug_as_display!(CompressError);
-
-impl From<BufferError> for CompressError {
-    fn from(error: BufferError) -> Self {
-        CompressError::Comm(error.into())
-    }
-}
+meshwork_core::from!(CompressError: Comm(BufferError));
 
 /// An error in the bytes of a message.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]

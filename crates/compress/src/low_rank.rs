@@ -25,53 +25,44 @@ impl PowerSgd {
     /// `P = M Q`. Each element is summed in 16 lanes, column j in lane j % 16, then the lanes in order.
     pub fn times(self, m: &[f32], q: &[f32], shape: Shape, p: &mut [f32]) {
         let cols = shape.cols().max(1);
-        wide(
-            #[inline(always)]
-            || {
-                for (m, p) in m.chunks_exact(cols).zip(p.chunks_exact_mut(self.rank)) {
-                    for (q, p) in q.chunks_exact(cols).zip(p) {
-                        *p = dot(m, q);
-                    }
+        wide!({
+            for (m, p) in m.chunks_exact(cols).zip(p.chunks_exact_mut(self.rank)) {
+                for (q, p) in q.chunks_exact(cols).zip(p) {
+                    *p = dot(m, q);
                 }
-            },
-        );
+            }
+        });
     }
 
     /// `Q = Mᵀ P`, summed in the order of the rows.
     pub fn transposed_times(self, m: &[f32], p: &[f32], shape: Shape, q: &mut [f32]) {
         q.fill(0.0);
         let cols = shape.cols().max(1);
-        wide(
-            #[inline(always)]
-            || {
-                for (m, p) in m.chunks_exact(cols).zip(p.chunks_exact(self.rank)) {
-                    for (q, &p) in q.chunks_exact_mut(cols).zip(p) {
-                        q.iter_mut().zip(m).for_each(|(q, m)| *q += m * p);
-                    }
+        wide!({
+            for (m, p) in m.chunks_exact(cols).zip(p.chunks_exact(self.rank)) {
+                for (q, &p) in q.chunks_exact_mut(cols).zip(p) {
+                    q.iter_mut().zip(m).for_each(|(q, m)| *q += m * p);
                 }
-            },
-        );
+            }
+        });
     }
 
     /// `P Qᵀ`, summed in the order of the columns.
     pub fn product(self, p: &[f32], q: &[f32], shape: Shape, fold: Fold, out: &mut [f32]) {
         let cols = shape.cols().max(1);
         let mut row = vec![0.0; cols];
-        wide(
-            #[inline(always)]
-            || {
-                for (out, p) in out.chunks_exact_mut(cols).zip(p.chunks_exact(self.rank)) {
-                    row.fill(0.0);
-                    for (q, &p) in q.chunks_exact(cols).zip(p) {
-                        row.iter_mut().zip(q).for_each(|(row, q)| *row += p * q);
-                    }
-                    match fold {
-                        Fold::Replace => out.copy_from_slice(&row),
-                        Fold::Add => out.iter_mut().zip(&row).for_each(|(out, row)| *out += row),
-                    }
+        wide!({
+            for (out, p) in out.chunks_exact_mut(cols).zip(p.chunks_exact(self.rank)) {
+                row.fill(0.0);
+                for (q, &p) in q.chunks_exact(cols).zip(p) {
+                    row.iter_mut().zip(q).for_each(|(row, q)| *row += p * q);
                 }
-            },
-        );
+                match fold {
+                    Fold::Replace => out.copy_from_slice(&row),
+                    Fold::Add => out.iter_mut().zip(&row).for_each(|(out, row)| *out += row),
+                }
+            }
+        });
     }
 
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A

@@ -13,10 +13,7 @@ pub fn bytes(count: usize, bits: usize) -> usize {
 /// Packs the first `count` codes of a tile. The other codes must be zero.
 pub fn pack(codes: &[u8; TILE], count: usize, bits: usize, out: &mut [u8]) {
     match count {
-        TILE => wide(
-            #[inline(always)]
-            || pack_tile(codes, bits, out),
-        ),
+        TILE => wide!(pack_tile(codes, bits, out)),
         _ => pack_strided(codes, count.div_ceil(8), bits, out),
     }
 }
@@ -39,10 +36,7 @@ fn pack_strided(codes: &[u8; TILE], stride: usize, bits: usize, out: &mut [u8]) 
 /// Unpacks the `count` codes of one tile. Returns whether all padding bits are zero.
 pub fn unpack(planes: &[u8], count: usize, bits: usize, codes: &mut [u8; TILE]) -> bool {
     match count {
-        TILE => wide(
-            #[inline(always)]
-            || unpack_strided(planes, TILE / 8, bits, codes),
-        ),
+        TILE => wide!(unpack_strided(planes, TILE / 8, bits, codes)),
         _ => unpack_strided(planes, count.div_ceil(8), bits, codes),
     }
     codes[count..].iter().all(|&code| code == 0)

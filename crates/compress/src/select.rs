@@ -88,17 +88,14 @@ fn emit(x: &[f32], threshold: u32, mut ties: usize, base: usize, out: &mut [u32]
 #[inline(always)]
 fn mask(x: &[f32], low: u32, high: u32) -> u64 {
     let mut flags = [0_u8; 64];
-    wide(
-        #[inline(always)]
-        || match x.first_chunk::<64>() {
-            Some(x) => {
-                flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
-            }
-            None => {
-                flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
-            }
-        },
-    );
+    wide!(match x.first_chunk::<64>() {
+        Some(x) => {
+            flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
+        }
+        None => {
+            flags.iter_mut().zip(x).for_each(|(flag, &x)| *flag = u8::from(key(x).wrapping_sub(low) <= high - low))
+        }
+    });
     let (eights, _) = flags.as_chunks::<8>();
     // The product moves the lowest bits of eight bytes into the highest byte, the first one lowest.
     let byte = |flags: &[u8; 8]| u64::from_le_bytes(*flags).wrapping_mul(0x0102_0408_1020_4080) >> 56;

@@ -58,10 +58,7 @@ impl Values {
                         let (min, step) = (pairs[2 * part], pairs[2 * part + 1]);
                         let codes = &codes[range.clone()];
                         let tile = &mut tile[range];
-                        wide(
-                            #[inline(always)]
-                            || tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = min + f32::from(code) * step),
-                        );
+                        wide!(tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = min + f32::from(code) * step));
                     });
                     put(start, &tile[..codes.len()]);
                 })?;
@@ -74,10 +71,7 @@ impl Values {
                         let (scale, codes) = (scales[part].to_bits(), &codes[range.clone()]);
                         let signed = |code| f32::from_bits(scale ^ (u32::from(code) << 31));
                         let tile = &mut tile[range];
-                        wide(
-                            #[inline(always)]
-                            || tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = signed(code)),
-                        );
+                        wide!(tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = signed(code)));
                     });
                     put(start, &tile[..codes.len()]);
                 })?;
@@ -163,25 +157,19 @@ impl Compressor for Values {
         let parts = self.per().parts(shape);
         match *self {
             Values::F32 => drop(put_floats(body, x.iter().copied())),
-            Values::Bf16 => wide(
-                #[inline(always)]
-                || {
-                    for (bytes, &x) in body.as_chunks_mut::<2>().0.iter_mut().zip(x) {
-                        *bytes = to_bf16(x).to_le_bytes();
-                    }
-                },
-            ),
+            Values::Bf16 => wide!({
+                for (bytes, &x) in body.as_chunks_mut::<2>().0.iter_mut().zip(x) {
+                    *bytes = to_bf16(x).to_le_bytes();
+                }
+            }),
             Values::Fp8 { format, per } => {
                 let (scales, codes) = body.split_at_mut(4 * parts);
                 for (scale, range) in scales.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape)) {
                     let (x, codes) = (&x[range.clone()], &mut codes[range]);
-                    let chosen = wide(
-                        #[inline(always)]
-                        || match format {
-                            Fp8Format::E4M3 => encode::<E4M3>(x, codes),
-                            Fp8Format::E5M2 => encode::<E5M2>(x, codes),
-                        },
-                    );
+                    let chosen = wide!(match format {
+                        Fp8Format::E4M3 => encode::<E4M3>(x, codes),
+                        Fp8Format::E5M2 => encode::<E5M2>(x, codes),
+                    });
                     *scale = chosen.to_le_bytes();
                 }
             }
@@ -221,10 +209,7 @@ impl Compressor for Values {
                         *bytes = mean_abs(&x[whole]).to_le_bytes();
                     }
                     let x = &x[start..start + codes.len()];
-                    wide(
-                        #[inline(always)]
-                        || codes.iter_mut().zip(x).for_each(|(code, x)| *code = (x.to_bits() >> 31) as u8),
-                    );
+                    wide!(codes.iter_mut().zip(x).for_each(|(code, x)| *code = (x.to_bits() >> 31) as u8));
                 });
             }
         }
@@ -292,10 +277,7 @@ fn to_bf16(x: f32) -> u16 {
 
 /// `x` as bfloat16, like the values of a message, for a sum in bfloat16.
 pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
-    wide(
-        #[inline(always)]
-        || out.iter_mut().zip(x).for_each(|(y, &x)| *y = bf16::from_bits(to_bf16(x))),
-    );
+    wide!(out.iter_mut().zip(x).for_each(|(y, &x)| *y = bf16::from_bits(to_bf16(x))));
 }
 
 /// The largest bits of |x|. The bits of infinity, or larger ones, say that some x is not finite.
@@ -308,14 +290,11 @@ fn largest_bits(x: &[f32]) -> u32 {
 const INTEGERS: f32 = 8_388_608.0;
 
 fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {
-    wide(
-        #[inline(always)]
-        || {
-            for (code, &x) in codes.iter_mut().zip(x) {
-                *code = (place(x, min, step, levels) + INTEGERS).to_bits() as u8;
-            }
-        },
-    );
+    wide!({
+        for (code, &x) in codes.iter_mut().zip(x) {
+            *code = (place(x, min, step, levels) + INTEGERS).to_bits() as u8;
+        }
+    });
     clear_without_step(step, codes);
 }
 
@@ -327,19 +306,16 @@ fn place(x: f32, min: f32, step: f32, levels: f32) -> f32 {
 }
 
 fn stochastic(x: &[f32], min: f32, step: f32, levels: f32, noise: &[f32], codes: &mut [u8]) {
-    wide(
-        #[inline(always)]
-        || {
-            for ((code, &x), u) in codes.iter_mut().zip(x).zip(noise) {
-                let place = place(x, min, step, levels);
-                // The integer below.
-                let whole = (place + INTEGERS) - INTEGERS;
-                let below = if whole > place { whole - 1.0 } else { whole };
-                let up = if *u < place - below { 1.0 } else { 0.0 };
-                *code = (below + up + INTEGERS).to_bits() as u8;
-            }
-        },
-    );
+    wide!({
+        for ((code, &x), u) in codes.iter_mut().zip(x).zip(noise) {
+            let place = place(x, min, step, levels);
+            // The integer below.
+            let whole = (place + INTEGERS) - INTEGERS;
+            let below = if whole > place { whole - 1.0 } else { whole };
+            let up = if *u < place - below { 1.0 } else { 0.0 };
+            *code = (below + up + INTEGERS).to_bits() as u8;
+        }
+    });
     clear_without_step(step, codes);
 }
 
@@ -353,53 +329,47 @@ fn clear_without_step(step: f32, codes: &mut [u8]) {
 
 /// Smallest value and step of a part; both NaN if a value or the range is not finite.
 fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
-    wide(
-        #[inline(always)]
-        || {
-            const LANES: usize = 16;
-            let (mut low, mut high, mut bits) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [0; LANES]);
-            let (chunks, rest) = x.as_chunks::<LANES>();
-            for x in chunks {
-                for l in 0..LANES {
-                    low[l] = if x[l] < low[l] { x[l] } else { low[l] };
-                    high[l] = if x[l] > high[l] { x[l] } else { high[l] };
-                    bits[l] = bits[l].max(x[l].to_bits() & 0x7fff_ffff);
-                }
-            }
-            let (mut least, mut most, mut largest) = (f32::INFINITY, f32::NEG_INFINITY, largest_bits(rest));
+    wide!({
+        const LANES: usize = 16;
+        let (mut low, mut high, mut bits) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [0; LANES]);
+        let (chunks, rest) = x.as_chunks::<LANES>();
+        for x in chunks {
             for l in 0..LANES {
-                least = if low[l] < least { low[l] } else { least };
-                most = if high[l] > most { high[l] } else { most };
-                largest = largest.max(bits[l]);
+                low[l] = if x[l] < low[l] { x[l] } else { low[l] };
+                high[l] = if x[l] > high[l] { x[l] } else { high[l] };
+                bits[l] = bits[l].max(x[l].to_bits() & 0x7fff_ffff);
             }
-            for &x in rest {
-                least = if x < least { x } else { least };
-                most = if x > most { x } else { most };
-            }
-            match largest < f32::INFINITY.to_bits() && (most - least).is_finite() {
-                // Adds zero, because the sign of a zero must not depend on the order of equal numbers.
-                true => [least + 0.0, (most - least) / levels],
-                false => [f32::NAN; 2],
-            }
-        },
-    )
+        }
+        let (mut least, mut most, mut largest) = (f32::INFINITY, f32::NEG_INFINITY, largest_bits(rest));
+        for l in 0..LANES {
+            least = if low[l] < least { low[l] } else { least };
+            most = if high[l] > most { high[l] } else { most };
+            largest = largest.max(bits[l]);
+        }
+        for &x in rest {
+            least = if x < least { x } else { least };
+            most = if x > most { x } else { most };
+        }
+        match largest < f32::INFINITY.to_bits() && (most - least).is_finite() {
+            // Adds zero, because the sign of a zero must not depend on the order of equal numbers.
+            true => [least + 0.0, (most - least) / levels],
+            false => [f32::NAN; 2],
+        }
+    })
 }
 
 /// Mean of |x|, NaN if a value is not finite.
 fn mean_abs(x: &[f32]) -> f32 {
-    wide(
-        #[inline(always)]
-        || {
-            let mut lanes = [0.0_f64; 16];
-            let (chunks, rest) = x.as_chunks::<16>();
-            for x in chunks {
-                lanes.iter_mut().zip(x).for_each(|(sum, x)| *sum += f64::from(x.abs()));
-            }
-            lanes.iter_mut().zip(rest).for_each(|(sum, x)| *sum += f64::from(x.abs()));
-            let sum = lanes.into_iter().fold(0.0, |sum, lane| sum + lane);
-            if sum.is_finite() { (sum / x.len() as f64) as f32 } else { f32::NAN }
-        },
-    )
+    wide!({
+        let mut lanes = [0.0_f64; 16];
+        let (chunks, rest) = x.as_chunks::<16>();
+        for x in chunks {
+            lanes.iter_mut().zip(x).for_each(|(sum, x)| *sum += f64::from(x.abs()));
+        }
+        lanes.iter_mut().zip(rest).for_each(|(sum, x)| *sum += f64::from(x.abs()));
+        let sum = lanes.into_iter().fold(0.0, |sum, lane| sum + lane);
+        if sum.is_finite() { (sum / x.len() as f64) as f32 } else { f32::NAN }
+    })
 }
 
 /// The codes of a part; returns its scale.
@@ -415,8 +385,5 @@ fn encode<F: Fp8>(x: &[f32], codes: &mut [u8]) -> f32 {
 }
 
 fn decode<F: Fp8>(codes: &[u8], scale: f32, out: &mut [f32]) {
-    wide(
-        #[inline(always)]
-        || out.iter_mut().zip(codes).for_each(|(x, &code)| *x = F::decode(code) * scale),
-    );
+    wide!(out.iter_mut().zip(codes).for_each(|(x, &code)| *x = F::decode(code) * scale));
 }

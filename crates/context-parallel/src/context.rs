@@ -1,8 +1,8 @@
 //! How the ranks of cp lay out a sequence, and attend over it.
 
-use crate::{AllToAll, Balance, Method};
+use crate::{AllToAll, Balance, Hybrid, Method, Ring};
 use meshwork_core::Axis;
-use meshwork_tensor::op::{Documents, Order, Rotary};
+use meshwork_tensor::op::{Exchange, Mask, Order, Rotary};
 use meshwork_tensor::{Error, Result, Var};
 use std::sync::Arc;
 
@@ -124,36 +124,38 @@ impl ContextParallel {
     }
 
     /// The attention of queries `[b, s/cp, heads, d]` over keys and values `[b, s/cp, 2, kv_heads · d]`, both cut over
-    /// cp, as [`grouped_attention`](Var::grouped_attention) of whole sequences gives it. The positions of `documents`
-    /// are those of all places, in the order of the sequence.
+    /// cp, as [`grouped_attention`](Var::grouped_attention) of whole sequences gives it. The positions of documents are
+    /// those of all places, in the order of the sequence.
     ///
-    /// In canonical numerics the result and all gradients have the bits of one rank. All-gather then brings the queries
-    /// together too, because the gradients of keys and values are sums over queries: every rank computes all of the
-    /// attention.
+    /// In canonical numerics the result and all gradients have the bits of one rank. All methods but all-to-all then
+    /// bring queries, keys and values together, because the gradients of keys and values are sums over queries: every
+    /// rank computes all of the attention.
     ///
     /// # Errors
     /// Heads that the ranks cannot share out; a sequence that does not fit the order.
-    pub fn attend(
+    pub fn attend<'a>(
         &self,
         q: &Var,
         kv: &Var,
         rotary: Option<Rotary>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
-        match self.method {
-            Method::AllToAll => {
-                q.exchanged_attention(Arc::new(AllToAll::over(self.axis)), &self.order, kv, rotary, documents, dropout)
-            }
-            Method::AllGather if q.tape().reduction_blocks().is_some() => {
-                let mixed = self.whole(q)?.grouped_attention(&self.whole(kv)?, rotary, documents, dropout)?;
-                mixed.to_order(SEQ, &self.order)?.split(self.axis, SEQ)
+        let mask = mask.into();
+        let exchange: Arc<dyn Exchange> = match self.method {
+            Method::AllToAll => Arc::new(AllToAll::over(self.axis)),
+            _ if q.tape().reduction_blocks().is_some() => {
+                let mixed = self.whole(q)?.grouped_attention(&self.whole(kv)?, rotary, mask, dropout)?;
+                return mixed.to_order(SEQ, &self.order)?.split(self.axis, SEQ);
             }
             Method::AllGather => {
                 let kv = kv.all_gather(self.axis, SEQ)?.from_order(SEQ, &self.order)?; // [b, s, 2, kv_heads · d]
-                q.grouped_attention_in(&self.order, &kv, rotary, documents, dropout)
+                return q.grouped_attention_in(&self.order, &kv, rotary, mask, dropout);
             }
-        }
+            Method::Ring => Arc::new(Ring::over(self.axis)),
+            Method::Hybrid { ring_degree } => Arc::new(Hybrid::over(self.axis, ring_degree)),
+        };
+        q.exchanged_attention(exchange, &self.order, kv, rotary, mask, dropout)
     }
 
     /// Values of the tokens of each rank, `[b, s/cp, ..]`, as those of all places in the order of the sequence, whole

@@ -1,22 +1,36 @@
 //! Attention over cp by each method: against whole sequences, its work and bytes, and what is refused.
 
-use meshwork_context_parallel::{ContextParallel, Method};
-use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types};
+use meshwork_context_parallel::{ContextParallel, Method, Sizes};
+use meshwork_core::profile::{self, Class, Recorder, Span};
+use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types, World};
+use meshwork_cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Order, Rotary};
+use meshwork_tensor::op::{Documents, Mask, Order, Rotary};
 use meshwork_tensor::param::Gradients;
-use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
+use meshwork_tensor::profiled::Profiled;
+use meshwork_tensor::random::{fill_normal, key};
+use meshwork_tensor::tape::{HalfType, Mode, Normaliser, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::check::{LayerInput, check_layer};
 use std::sync::Arc;
+use std::time::Instant;
 
-const METHODS: [Method; 2] = [Method::AllGather, Method::AllToAll];
+const METHODS: [Method; 4] = [Method::AllGather, Method::AllToAll, Method::Ring, Method::Hybrid { ring_degree: 1 }];
 
 /// A tape of one rank of cp, on a device without values.
 fn tape(cp: usize, rank: usize) -> Tape {
+    tape_in(DType::F32, cp, rank)
+}
+
+/// What a model stores in `dtype` declares.
+fn declared(dtype: DType) -> Arc<Declarations> {
+    Arc::new(Declarations::new().stored_in((dtype == DType::Bf16).then_some(HalfType::Bf16)))
+}
+
+fn tape_in(dtype: DType, cp: usize, rank: usize) -> Tape {
     let mesh: Mesh = format!("cp={cp}").parse().unwrap();
     let (rank, device) = (Rank::recording(&mesh, rank).unwrap(), Meta::device());
-    let params = Params::new(Arc::new(Declarations::new()), &mesh, rank.coords(), &device, &[], 1234).unwrap();
+    let params = Params::new(declared(dtype), &mesh, rank.coords(), &device, &[], 1234).unwrap();
     Tape::new(Arc::new(rank), Arc::new(params), device, Mode::Train, Position::default())
 }
 
@@ -35,7 +49,15 @@ fn work(method: Method, order: &Order, [cp, rank, seq]: [usize; 3]) -> (u64, Vec
     (tape.device().meter().total_flops(), tape.rank().log().drain())
 }
 
-/// In every order, on 1, 2 and 4 ranks: the result and all gradients are those of one rank.
+/// The method for a number of ranks: a ring of two places where they are even.
+fn on(method: Method, ranks: usize) -> Method {
+    match method {
+        Method::Hybrid { .. } => Method::Hybrid { ring_degree: if ranks.is_multiple_of(2) { 2 } else { 1 } },
+        other => other,
+    }
+}
+
+/// In every order, on 1 to 4 ranks: the result and all gradients are those of one rank.
 #[test]
 fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::error::Error>> {
     let orders = [Order::default(), Order::zigzag(4), Order::new(vec![5, 0, 3, 7, 1, 2, 6, 4])?];
@@ -45,7 +67,6 @@ fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::err
                 LayerInput::value("q", &[2, 24, 12, 6], Ty::Invariant),
                 LayerInput::value("kv", &[2, 24, 2, kv_heads * 6], Ty::Invariant),
             ];
-            let context = ContextParallel::new(method, order.clone(), 1).over(Axis::Tp);
             let name = format!("{method} in {order:?}, {kv_heads} kv heads");
             check_layer(
                 &name,
@@ -53,9 +74,11 @@ fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::err
                 |_, _| Ok(()),
                 |(), tape, v| {
                     let cut = |x: &Var| x.to_order(1, order)?.split(Axis::Tp, 1);
-                    if tape.rank().mesh().degree(Axis::Tp) == 1 {
+                    let ranks = tape.rank().mesh().degree(Axis::Tp);
+                    if ranks == 1 {
                         return v[0].grouped_attention(&v[1], rotary, None, None);
                     }
+                    let context = ContextParallel::new(on(method, ranks), order.clone(), 1).over(Axis::Tp);
                     context.whole(&context.attend(&cut(&v[0])?, &cut(&v[1])?, rotary, None, None)?)
                 },
             )?;
@@ -64,18 +87,23 @@ fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::err
     Ok(())
 }
 
-/// Pairs of a query and an earlier key; contiguous parts have very different numbers.
+/// Pairs of a query and an earlier key; contiguous parts have very different numbers. What the mask hides whole is not
+/// computed.
 #[test]
 fn zigzag_gives_each_rank_equal_work() {
     let whole = work(Method::AllGather, &Order::default(), [1, 0, 64]).0;
-    for cp in [2, 3, 4, 8] {
+    let hybrid = Method::Hybrid { ring_degree: 4 };
+    for (method, cp) in [Method::AllGather, Method::Ring]
+        .into_iter()
+        .flat_map(|method| [2, 3, 4, 8].map(|cp| (method, cp)))
+        .chain([(hybrid, 8)])
+    {
         let seq = 48 * cp;
-        let of = |order: &Order| -> Vec<u64> {
-            (0..cp).map(|rank| work(Method::AllGather, order, [cp, rank, seq]).0).collect()
-        };
+        let of = |order: &Order| -> Vec<u64> { (0..cp).map(|rank| work(method, order, [cp, rank, seq]).0).collect() };
         let (zigzag, contiguous) = (of(&Order::zigzag(cp)), of(&Order::default()));
         assert!(zigzag.iter().all(|&flops| flops == zigzag[0]), "{zigzag:?}");
         assert_eq!(zigzag.iter().sum::<u64>(), contiguous.iter().sum::<u64>());
+        assert_eq!(zigzag.iter().sum::<u64>(), 4 * 8 * 2 * 4 * (seq * (seq + 1) / 2) as u64);
         assert!(contiguous[cp - 1] > 2 * contiguous[0]);
         // A degree that divides the pairs has equal work in the same order.
         let coarser = of(&Order::zigzag(2 * cp));
@@ -85,18 +113,205 @@ fn zigzag_gives_each_rank_equal_work() {
     assert_eq!(whole, 4 * 8 * 2 * 4 * (64 * 65 / 2));
 }
 
-/// The published formulae, in bytes of f32: 2 samples, queries 32 wide, keys and values 16 each.
+/// The communication of one rank, forward and backward, with values of `dtype`.
+fn calls(method: Method, of: [usize; 3], dtype: DType) -> [Vec<Record>; 2] {
+    calls_in(method, &Order::zigzag(of[0]), of, dtype, Mask::default())
+}
+
+fn calls_in(
+    method: Method,
+    order: &Order,
+    [cp, rank, seq]: [usize; 3],
+    dtype: DType,
+    mask: Mask<'_>,
+) -> [Vec<Record>; 2] {
+    let tape = tape_in(dtype, cp, rank);
+    let types = Types::all(tape.rank().mesh(), Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
+    let value = |dims: &[usize]| tape.input(Tensor::zeros(tape.device(), dtype, dims).unwrap(), types);
+    let (q, kv) = (value(&[2, seq / cp, 4, 8]), value(&[2, seq / cp, 2, 16]));
+    tape.rank().log().drain();
+    let y = ContextParallel::new(method, order.clone(), cp).attend(&q, &kv, None, mask, None).unwrap();
+    let forward = tape.rank().log().drain();
+    let seed = Tensor::zeros(tape.device(), dtype, y.shape()).unwrap();
+    let seed = Seed::typed(seed, y.types().dual());
+    tape.backward(&y, seed, Weights::Now, &mut Gradients::default()).unwrap();
+    [forward, tape.rank().log().drain()]
+}
+
+/// The published formulae, operation by operation, in elements: 2 samples, queries 32 wide, keys and values 16 each.
 #[test]
 fn what_ranks_exchange_is_what_is_published() {
-    let (seq, cp) = (64, 2);
-    let (s, n) = (seq as f64, cp as f64);
-    let (_, calls) = work(Method::AllGather, &Order::zigzag(2), [cp, 1, seq]);
-    assert_eq!(calls.iter().map(|call| call.op).collect::<Vec<_>>(), [OpKind::AllGather]);
-    assert_eq!(calls[0].bytes(), 4.0 * 2.0 * (n - 1.0) * s / n * 32.0);
-    let (_, calls) = work(Method::AllToAll, &Order::default(), [cp, 1, seq]);
-    assert_eq!(calls.iter().map(|call| call.op).collect::<Vec<_>>(), [OpKind::AllToAll; 3]);
-    let sent: f64 = calls.iter().map(Record::bytes).sum();
-    assert_eq!(sent, 4.0 * 2.0 * (n - 1.0) / n * s / n * (2.0 * 32.0 + 32.0));
+    let (samples, h, k, seq) = (2.0, 32.0, 32.0, 64);
+    for (cp, dtype) in [(2, DType::F32), (4, DType::F32), (4, DType::Bf16)] {
+        let (s, n, bytes) = (seq as f64, cp as f64, dtype.size() as f64);
+        let here = samples * s / n;
+        let sent = |calls: &[Record]| calls.iter().map(Record::bytes).sum::<f64>();
+        let ops = |calls: &[Record]| calls.iter().map(|call| call.op).collect::<Vec<_>>();
+
+        let [there, back] = calls(Method::AllGather, [cp, 1, seq], dtype);
+        assert_eq!((ops(&there), ops(&back)), (vec![OpKind::AllGather], vec![OpKind::ReduceScatter]));
+        assert_eq!([&there, &back].map(|calls| sent(calls)), [bytes * (n - 1.0) * here * k; 2]);
+
+        if cp == 2 {
+            let [there, back] = calls(Method::AllToAll, [cp, 1, seq], dtype);
+            assert_eq!((ops(&there), ops(&back)), (vec![OpKind::AllToAll; 3], vec![OpKind::AllToAll; 3]));
+            assert_eq!([&there, &back].map(|calls| sent(calls)), [bytes * (n - 1.0) / n * here * (2.0 * h + k); 2]);
+        }
+
+        // n - 1 blocks; backward as many, and as many sums of their gradients, in f32.
+        let [there, back] = calls(Method::Ring, [cp, 1, seq], dtype);
+        assert_eq!(ops(&there), [OpKind::Recv, OpKind::Send].repeat(cp - 1));
+        assert_eq!(ops(&back), [OpKind::Recv, OpKind::Send].repeat(2 * (cp - 1)));
+        assert_eq!([sent(&there), sent(&back)], [bytes, bytes + 4.0].map(|bytes| bytes * (n - 1.0) * here * k));
+        let gradients = back.iter().filter(|call| call.op == OpKind::Send && call.dtype == DType::F32).count();
+        assert_eq!(gradients, if dtype == DType::F32 { 2 * (cp - 1) } else { cp - 1 });
+
+        if cp == 4 {
+            let [there, back] = calls(Method::Hybrid { ring_degree: 2 }, [cp, 1, seq], dtype);
+            let (heads, ring) = (0.5 * here * (2.0 * h + k), here * k);
+            let [one, three] = [vec![OpKind::AllToAll], vec![OpKind::AllToAll; 2]];
+            let pass = vec![OpKind::Recv, OpKind::Send];
+            assert_eq!(ops(&there), [&three[..], &pass, &one].concat());
+            assert_eq!(ops(&back), [&one[..], &pass, &pass, &three].concat());
+            // The gradients of keys and values are still in f32 on their way back from heads to tokens.
+            let wide = 0.5 * here * k * (4.0 - bytes);
+            assert_eq!(
+                [sent(&there), sent(&back)],
+                [bytes * (heads + ring), bytes * (heads + ring) + 4.0 * ring + wide]
+            );
+        }
+    }
+}
+
+/// A block goes as far as queries read it: with a window of 10 tokens, of parts of 16, to the next rank, and the sum of
+/// its gradients comes back from there.
+#[test]
+fn blocks_outside_the_window_do_not_travel() {
+    let window = |window| Mask { documents: None, window: Some(window) };
+    for (tokens, steps) in [(1, 0), (2, 1), (10, 1), (17, 1), (18, 2), (34, 3), (64, 3)] {
+        let [there, back] = calls_in(Method::Ring, &Order::default(), [4, 2, 64], DType::F32, window(tokens));
+        let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
+        assert_eq!([sends(&there), sends(&back)], [steps, 2 * steps], "a window of {tokens}");
+    }
+}
+
+/// The rule of `auto` counts what ranks send.
+#[test]
+fn the_rule_counts_what_is_sent() {
+    for (cp, method) in [
+        (2, Method::AllGather),
+        (4, Method::AllGather),
+        (2, Method::AllToAll),
+        (4, Method::AllToAll),
+        (4, Method::Ring),
+        (4, Method::Hybrid { ring_degree: 2 }),
+        (8, Method::Hybrid { ring_degree: 4 }),
+    ] {
+        let sizes = Sizes { tokens: 64, cp, heads: 4, kv_heads: 2, group: 2, head_dim: 8, bytes: 4 };
+        let sent: f64 = calls(method, [cp, 1, 64], DType::F32).iter().flatten().map(Record::bytes).sum();
+        assert_eq!(sizes.sent(method).all, sent / 2.0, "{method} on cp={cp}"); // of two samples
+    }
+    let sizes = |tokens, heads, kv_heads| Sizes {
+        tokens,
+        cp: 8,
+        heads,
+        kv_heads,
+        group: heads / kv_heads,
+        head_dim: 128,
+        bytes: 2,
+    };
+    // Short blocks: fewest bytes. Long blocks: attention hides the ring.
+    assert_eq!(sizes(512, 32, 32).best(), Method::AllToAll);
+    assert_eq!(sizes(1 << 20, 32, 8).best(), Method::Ring);
+    // Fewer heads than ranks.
+    assert_eq!(
+        sizes(1_024, 4, 4).methods(),
+        [Method::AllGather, Method::Ring, Method::Hybrid { ring_degree: 2 }, Method::Hybrid { ring_degree: 4 }]
+    );
+    assert!(!sizes(1_024, 4, 1).methods().contains(&Method::AllToAll));
+}
+
+/// The results of all ranks, `[output, dq, dkv]`, put together, and the spans of each. Values are drawn, rounded to
+/// `rounded`, and computed with in `dtype`.
+fn run(method: Method, cp: usize, [rounded, dtype]: [DType; 2]) -> (Vec<Vec<f32>>, Vec<Vec<Span>>) {
+    let mesh: Mesh = format!("cp={cp}").parse().unwrap();
+    let ranks = World::threads(&mesh).run(|world| {
+        let recorder = Recorder::new(Instant::now());
+        recorder.resume();
+        let world = profile::communicator(Arc::clone(world.communicator()), recorder.clone());
+        let device = Profiled::device(Cpu::device(), recorder.clone());
+        let rank = Rank::new(&mesh, world)?;
+        let at = rank.coords().get(Axis::Cp);
+        let params = Params::new(declared(dtype), &mesh, rank.coords(), &device, &[], 1234)?;
+        let tape = Tape::new(Arc::new(rank), Arc::new(params), device.clone(), Mode::Train, Position::default());
+        let types = Types::all(&mesh, Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
+        let (samples, here) = (2, 64 / cp);
+        let drawn = |name: &str, row: usize, shape: [usize; 4]| {
+            let mut all = vec![0.0_f32; samples * 64 * row];
+            fill_normal(key(1, name), 0, &mut all);
+            let of = |sample: &[f32]| sample[at * here * row..][..here * row].to_vec();
+            let values: Vec<f32> = all.chunks(64 * row).flat_map(of).collect();
+            Tensor::from_slice(&device, &values, shape)?.cast(rounded)?.cast(dtype)
+        };
+        let q = tape.input(drawn("q", 32, [samples, here, 4, 8])?, types);
+        let kv = tape.input(drawn("kv", 32, [samples, here, 2, 16])?, types);
+        recorder.drain();
+        let y = ContextParallel::new(method, Order::zigzag(cp), cp).attend(&q, &kv, None, None, None)?;
+        let seed = drawn("dy", 32, [samples, here, 4, 8])?;
+        let value = y.tensor().clone().cast(DType::F32)?.to_vec::<f32>()?;
+        tape.backward(&y, Seed::typed(seed, y.types().dual()), Weights::Now, &mut Gradients::default())?;
+        let spans = recorder.drain();
+        let of = |x: &Var| tape.take_grad(x).unwrap().cast(DType::F32)?.to_vec::<f32>();
+        Ok::<_, meshwork_tensor::Error>(([value, of(&q)?, of(&kv)?].concat(), spans))
+    });
+    ranks.unwrap().into_iter().unzip()
+}
+
+/// Sums of 16-bit values are in f32, over ranks too: the results are those of f32, rounded once.
+#[test]
+fn partial_results_are_not_rounded() {
+    for method in [Method::Ring, Method::Hybrid { ring_degree: 2 }] {
+        let halves = run(method, 4, [DType::Bf16, DType::Bf16]).0;
+        let wide = run(method, 4, [DType::Bf16, DType::F32]).0;
+        for (halves, wide) in halves.iter().zip(&wide) {
+            let outputs = wide.len() / 3; // of one rank: the output, dq and dkv have as many elements
+            let rounded = |x: &f32| meshwork_core::bf16::from_f32(*x).to_f32();
+            assert!(
+                halves[..outputs].iter().zip(&wide[..outputs]).all(|(half, wide)| *half == rounded(wide)),
+                "{method}"
+            );
+            // Gradients begin with the rounded output.
+            let (error, norm) =
+                halves[outputs..].iter().zip(&wide[outputs..]).fold((0.0, 0.0), |(error, norm), (a, b)| {
+                    (error + f64::from(a - b).powi(2), norm + f64::from(*b).powi(2))
+                });
+            assert!(error < 2e-5 * norm, "{method}: {}", (error / norm).sqrt());
+        }
+    }
+}
+
+/// On the event log: in each step but the last, the block for the next one is under way while attention computes.
+#[test]
+fn blocks_travel_while_attention_computes() {
+    for (method, steps) in [(Method::Ring, 4), (Method::Hybrid { ring_degree: 2 }, 2)] {
+        for (rank, spans) in run(method, 4, [DType::F32; 2]).1.into_iter().enumerate() {
+            let kernel = |span: &&Span| span.class == Class::Attention && span.name.starts_with("grouped");
+            let kernels: Vec<&Span> = spans.iter().filter(kernel).collect();
+            let under =
+                |flight: &Span| kernels.iter().any(|kernel| flight.start <= kernel.start && kernel.end <= flight.end);
+            // Blocks, forward and backward, and the sums of their gradients: the last of these alone has no kernel
+            // left.
+            for (name, hidden) in [("recv", 3 * (steps - 1) - 1), ("send", 3 * (steps - 1) - 1)] {
+                let flights = spans.iter().filter(|span| span.class == Class::Flight && span.name == name);
+                assert_eq!(flights.clone().count(), 3 * (steps - 1), "rank {rank} by {method}");
+                assert_eq!(
+                    flights.filter(|flight| under(flight)).count(),
+                    hidden,
+                    "rank {rank} by {method}: {spans:?}"
+                );
+            }
+        }
+    }
 }
 
 /// Attention over keys of this rank alone, or of other tokens than its queries, is refused on one rank too.
@@ -166,7 +381,9 @@ fn heads_that_ranks_cannot_share_out_are_refused() {
     let error = error.attend(&q, &kv, None, None, None).unwrap_err().to_string();
     assert!(error.contains("64 tokens in 3 equal chunks"), "{error}");
     assert!(Order::new(vec![0, 2, 2]).unwrap_err().to_string().contains("each of them comes once"));
-    assert!("rings".parse::<Method>().unwrap_err().to_string().contains("use all_gather or all_to_all"));
+    assert!("rings".parse::<Method>().unwrap_err().to_string().contains("use all_gather, all_to_all, ring or"));
+    assert_eq!("hybrid=4".parse(), Ok(Method::Hybrid { ring_degree: 4 }));
+    assert!("hybrid=0".parse::<Method>().is_err());
 }
 
 /// What a rank gets is decided before the cut: tokens, and what follows the last of them.

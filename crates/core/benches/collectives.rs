@@ -7,9 +7,8 @@
 //! memory is touched before. Without `--bench` (as under `cargo test`), everything runs once on small buffers. With
 //! `--json`, each line is one measurement.
 
-use std::time::{Duration, Instant};
-
 use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
+use std::time::{Duration, Instant};
 
 /// Runs one operation on a rank's two buffers and returns them. Each is as large as the operation's full buffer or, if
 /// [`Case::part`] says so, as one rank's part of it.

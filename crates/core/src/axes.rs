@@ -1,7 +1,48 @@
-//! Several axes of a mesh at once.
+//! The axes of a mesh, and sets of them.
 
-use crate::mesh::Axis;
+use std::fmt;
 use std::ops::Deref;
+
+crate::named! {
+    /// One named axis of a [`Mesh`](crate::Mesh), declared in rank order, fastest first.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum Axis {
+        /// Tensor parallel: heads, features and vocabulary are split.
+        Tp = "tp",
+        /// Context parallel: the sequence itself is split, attention included.
+        Cp = "cp",
+        /// Expert parallel: the batch is split, and the experts are.
+        Ep = "ep",
+        /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: the ranks that hold
+        /// the same experts.
+        Dp = "dp",
+        /// Pipeline parallel: the layers are split.
+        Pp = "pp",
+    }
+    name: "The short name used in mesh strings, errors and metrics.", ALL: "Every axis, fastest first."
+}
+
+impl Axis {
+    /// The axes over which the samples of a batch are split: data parallelism.
+    pub const DATA: [Axis; 2] = [Axis::Ep, Axis::Dp];
+    /// Number of axes.
+    pub const COUNT: usize = Self::ALL.len();
+
+    /// Whether the samples of a batch are split over it.
+    pub const fn is_data(self) -> bool {
+        matches!(self, Axis::Ep | Axis::Dp)
+    }
+
+    pub(crate) const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+impl fmt::Display for Axis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// A set of axes, fastest first: what a collective runs over. One axis is a set too, and [`Axis::DATA`] are the axes of
 /// data parallelism.
@@ -80,7 +121,7 @@ impl Deref for Axes {
     }
 }
 
-impl std::fmt::Debug for Axes {
+impl fmt::Debug for Axes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         (**self).fmt(f)
     }

@@ -7,12 +7,11 @@
 //! Memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Any number of ranks may read
 //! clones and slices, and the elements that they read do not change.
 
+use crate::dtype::{DType, Element};
+use crate::memory::{Block, HostMemory, Memory};
 use std::fmt::{self, Debug};
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
-
-use crate::dtype::{DType, Element};
-use crate::memory::{Block, HostMemory, Memory};
 
 /// Why a buffer could not be made, sliced, read or written.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
@@ -344,12 +343,6 @@ mod tests {
         impl Memory for Opaque {
             fn bytes(&self) -> usize {
                 self.0
-            }
-            fn host(&self) -> Option<&HostMemory> {
-                None
-            }
-            fn host_mut(&mut self) -> Option<&mut HostMemory> {
-                None
             }
         }
         let mut buffer = Buffer::from_memory(Arc::new(Opaque(1 << 40)), DType::Bf16, 1 << 39).unwrap();

@@ -13,6 +13,48 @@ macro_rules! debug_as_display {
     };
 }
 
+/// Errors that `?` turns into another one, with the variant that holds each, in a box or not.
+#[macro_export]
+macro_rules! from {
+    ($error:ty: $($variant:ident($from:ty)),+ $(,)?) => {
+        $(impl ::std::convert::From<$from> for $error {
+            fn from(error: $from) -> Self {
+                Self::$variant(error.into())
+            }
+        })+
+    };
+}
+
+/// An enum with the name of each variant beside it, which `name` returns; and `ALL` of them, if that has docs.
+#[macro_export]
+macro_rules! named {
+    ($(#[$attr:meta])* $vis:vis enum $enum:ident { $($(#[$doc:meta])* $variant:ident = $name:literal,)+ }
+     name: $of_name:literal $(, ALL: $of_all:literal)?) => {
+        $(#[$attr])*
+        $vis enum $enum {
+            $($(#[$doc])* $variant,)+
+        }
+
+        impl $enum {
+            #[doc = $of_name]
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+        }
+
+        $crate::named! { @ $enum [$($variant)+] $($of_all)? }
+    };
+    (@ $enum:ident [$($variant:ident)+]) => {};
+    (@ $enum:ident [$($variant:ident)+] $of_all:literal) => {
+        impl $enum {
+            #[doc = $of_all]
+            pub const ALL: [Self; [$(stringify!($variant)),+].len()] = [$(Self::$variant),+];
+        }
+    };
+}
+
 pub mod agreement;
 mod axes;
 mod buffer;
@@ -39,7 +81,7 @@ pub mod sync;
 pub mod tree;
 mod world;
 
-pub use axes::Axes;
+pub use axes::{Axes, Axis};
 pub use buffer::{Buffer, BufferError, Window};
 pub use comm::{
     Call, Caller, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder,
@@ -47,7 +89,7 @@ pub use comm::{
 pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
-pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
+pub use mesh::{Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
 pub use run_error::{Cause, RankEnd, RunError};
 pub use slow_build::slow_build;

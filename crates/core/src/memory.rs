@@ -12,11 +12,15 @@ pub trait Memory: Send + Sync + Debug + Any {
     /// Size in bytes.
     fn bytes(&self) -> usize;
 
-    /// The bytes, when the host can reach them.
-    fn host(&self) -> Option<&HostMemory>;
+    /// The bytes, when the host can reach them; by default it cannot.
+    fn host(&self) -> Option<&HostMemory> {
+        None
+    }
 
     /// The bytes for writing, when the host can reach them.
-    fn host_mut(&mut self) -> Option<&mut HostMemory>;
+    fn host_mut(&mut self) -> Option<&mut HostMemory> {
+        None
+    }
 
     /// Where it lies on a device whose memory ranks of one process can exchange
     /// ([`comm::device`](crate::comm::device)). By default nowhere: collectives refuse such memory unless the host can

@@ -27,61 +27,10 @@
 //! # Ok::<(), meshwork_core::MeshError>(())
 //! ```
 
-use crate::axes::Axes;
+use crate::axes::{Axes, Axis};
 use std::fmt;
 use std::num::IntErrorKind;
 use std::str::FromStr;
-
-/// One named axis of a [`Mesh`], declared in rank order, fastest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Axis {
-    /// Tensor parallel: heads, features and vocabulary are split.
-    Tp,
-    /// Context parallel: the sequence itself is split, attention included.
-    Cp,
-    /// Expert parallel: the batch is split, and the experts are.
-    Ep,
-    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: the ranks that hold the
-    /// same experts.
-    Dp,
-    /// Pipeline parallel: the layers are split.
-    Pp,
-}
-
-impl Axis {
-    /// Every axis, fastest first.
-    pub const ALL: [Axis; 5] = [Axis::Tp, Axis::Cp, Axis::Ep, Axis::Dp, Axis::Pp];
-    /// The axes over which the samples of a batch are split: data parallelism.
-    pub const DATA: [Axis; 2] = [Axis::Ep, Axis::Dp];
-    /// Number of axes.
-    pub const COUNT: usize = Self::ALL.len();
-
-    /// The short name used in mesh strings, errors and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Axis::Tp => "tp",
-            Axis::Cp => "cp",
-            Axis::Ep => "ep",
-            Axis::Dp => "dp",
-            Axis::Pp => "pp",
-        }
-    }
-
-    /// Whether the samples of a batch are split over it.
-    pub const fn is_data(self) -> bool {
-        matches!(self, Axis::Ep | Axis::Dp)
-    }
-
-    pub(crate) const fn index(self) -> usize {
-        self as usize
-    }
-}
-
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 impl FromStr for Axis {
     type Err = MeshError;

@@ -1,10 +1,10 @@
 //! One pool of worker threads per process, shared by all ranks: while a rank waits, its core works for the others.
 //!
-//! A rank is a thread that computes. When it has work that can be cut, it [`share`]s the work: it begins at once, and
-//! while a core is free, a worker takes pieces too. A core is free when fewer threads compute than there are cores;
-//! ranks that wait for each other do not compute (`yield_core`), so in a pipeline's bubble the waiting rank's core
-//! works for the rank that it waits for. With as many busy ranks as cores no worker helps, and sharing costs a lock and
-//! a push.
+//! A rank is a thread that computes. When it has work that can be cut, it hands the pieces to [`for_each`]: it begins
+//! at once, and while a core is free, a worker takes pieces too. A core is free when fewer threads compute than there
+//! are cores; ranks that wait for each other do not compute (`yield_core`), so in a pipeline's bubble the waiting
+//! rank's core works for the rank that it waits for. With as many busy ranks as cores no worker helps, and sharing
+//! costs a lock and a push.
 //!
 //! - **Results do not depend on it.** The caller cuts the pieces; results do not depend on which thread does which
 //!   piece.
@@ -14,15 +14,14 @@
 //!   so that it is ready for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
 //!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
 
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::PoisonError;
 use std::thread;
 use std::time::Duration;
-
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 
 /// How long a thread looks for work before it sleeps: about as long as a wake-up takes.
 const SPIN: Duration = Duration::from_micros(10);
@@ -45,24 +44,24 @@ pub fn threads() -> usize {
 /// Calls `work` on every item, on this thread and on cores that are free; returns when all are done.
 ///
 /// Items are taken in order, one at a time under a lock. An item should take 20 µs or more, and a few items per core
-/// keep all cores busy to the end. Inside one of several items, `share` runs serially. A panic of `work` is raised here
-/// again, when no other thread is in an item any more; items not begun by then may not be done.
+/// keep all cores busy to the end. Inside one of several items, `for_each` runs serially. A panic of `work` is raised
+/// here again, when no other thread is in an item any more; items not begun by then may not be done.
 ///
 /// ```
 /// let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
 /// let mut y = vec![0.0; 1000];
-/// meshwork_core::pool::share(x.chunks(256).zip(y.chunks_mut(256)), |(x, y)| {
+/// meshwork_core::pool::for_each(x.chunks(256).zip(y.chunks_mut(256)), |(x, y)| {
 ///     y.iter_mut().zip(x).for_each(|(y, x)| *y = 2.0 * x);
 /// });
 /// assert_eq!(y[999], 1998.0);
 /// ```
-pub fn share<I, S>(items: S, work: impl Fn(I) + Sync)
+pub fn for_each<I, S>(items: S, work: impl Fn(I) + Sync)
 where
     S: IntoIterator<Item = I>,
     S::IntoIter: Send,
     I: Send,
 {
-    Pool::of_process().share(items.into_iter(), work);
+    Pool::of_process().for_each(items.into_iter(), work);
 }
 
 /// Calls `wait`, during which this thread does not compute: its core works for others. It is for a rank that waits for
@@ -169,7 +168,7 @@ struct Pool {
 }
 
 impl Pool {
-    /// The pool of the process, which [`share`] uses.
+    /// The pool of the process, which [`for_each`] uses.
     fn of_process() -> &'static Pool {
         sync::once!(&'static Pool, Pool::start(threads()))
     }
@@ -191,8 +190,8 @@ impl Pool {
         pool
     }
 
-    /// [`share`].
-    fn share<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
+    /// [`for_each`].
+    fn for_each<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
         let single = items.size_hint().1.is_some_and(|most| most <= 1);
         if single || self.threads == 1 || IN_ITEM.with(Cell::get) {
             return items.for_each(work);

@@ -50,10 +50,7 @@ pub fn uniform(key: Key, index: u64) -> f32 {
 
 /// `out[i] = uniform(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
 pub fn fill_uniform<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
-    wide(
-        #[inline(always)]
-        || fill::<Uniform, T>(key, start, out),
-    );
+    wide!(fill::<Uniform, T>(key, start, out));
 }
 
 /// The SplitMix64 finaliser (Steele, Lea and Flood 2014; Stafford's variant 13), preceded by its increment.

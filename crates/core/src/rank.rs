@@ -1,8 +1,9 @@
 //! One rank of a mesh: its position and its groups. It is passed in; there is no global state.
 
 use crate::agreement::{Agreement, Fact};
+use crate::axes::Axis;
 use crate::comm::{Caller, CommError, CommLog, Communicator, Entered, Group, record};
-use crate::mesh::{Axis, Coords, Mesh};
+use crate::mesh::{Coords, Mesh};
 use std::sync::Arc;
 
 /// The coordinates of a rank, and its groups: the world, one per axis, and one per product of axes. Groups of one rank

@@ -1,13 +1,12 @@
 //! How the ranks of a run failed: the one error of a world, and of the preparations of its processes.
 
+use crate::comm::{Activity, Fault, grouped};
+use crate::pool;
 use std::any::Any;
 use std::error::Error;
 use std::fmt::{self, Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-
-use crate::comm::{Activity, Fault, grouped};
-use crate::pool;
 
 /// Any error, as [`RankEnd::Error`] keeps it: an error type, or a text.
 pub type Cause = Box<dyn Error + Send + Sync>;

@@ -9,7 +9,6 @@
 
 use std::ffi::OsString;
 use std::sync::OnceLock;
-
 use thiserror::Error;
 
 /// The environment variable for the widest instructions that may be used: `portable`, `avx2` or `avx512`. It is for

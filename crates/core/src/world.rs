@@ -3,15 +3,14 @@
 //! A program is written for one rank, and [`World::run`] runs it as every rank that this process has: all of them, as
 //! threads, or one of a world that other processes share.
 
-use std::sync::{Arc, mpsc};
-use std::thread;
-use std::time::Duration;
-
 use crate::comm::thread::{self as threads, Options};
 use crate::comm::{Activity, CommError, Communicator, Ended, Group};
 use crate::mesh::Mesh;
 use crate::rank::Rank;
 use crate::run_error::{Cause, RankEnd, RunError, contained};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
 
 /// Where the ranks of a program are.
 #[derive(Clone, Debug)]

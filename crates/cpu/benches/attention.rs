@@ -10,27 +10,32 @@ use meshwork_cpu::kernels::attention::{
     Angles, Dims, Groups, Masks, Packing, Saved, Tiled, backward, forward, grouped_backward, grouped_forward,
 };
 use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::AttentionShape;
+use meshwork_tensor::kernel::{AttentionShape, GroupedShape};
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
-/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a
-/// sequence, each of the same length. The pairs between documents are counted too, so that the speeds show what leaving
-/// them out saves.
-const SHAPES: [(&str, [usize; 4], Option<usize>, usize); 13] = [
-    ("tiny", [16, 128, 4, 32], None, 1),
-    ("small", [12, 256, 6, 64], None, 1),
-    ("medium", [8, 256, 8, 64], None, 1),
-    ("gpt2", [4, 512, 12, 64], None, 1),
-    ("long 1024", [2, 1024, 12, 64], None, 1),
-    ("long 4096", [1, 4096, 4, 64], None, 1),
-    ("long 4096, wide", [1, 4096, 4, 128], None, 1),
-    ("tiny, grouped", [16, 128, 4, 32], Some(2), 1),
-    ("small, grouped", [12, 256, 6, 64], Some(3), 1),
-    ("gpt2, grouped", [4, 512, 12, 64], Some(3), 1),
-    ("long 4096, grouped", [1, 4096, 4, 128], Some(2), 1),
-    ("gpt2, documents", [4, 512, 12, 64], None, 8),
-    ("long 4096, grouped, documents", [1, 4096, 4, 128], Some(2), 8),
+/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, documents of a
+/// sequence, each of the same length, and a sliding window.
+type Shape = (&'static str, [usize; 4], Option<usize>, usize, Option<usize>);
+
+/// The pairs between documents or outside of the window are counted too, so that the speeds show what leaving them out
+/// saves.
+const SHAPES: [Shape; 15] = [
+    ("tiny", [16, 128, 4, 32], None, 1, None),
+    ("small", [12, 256, 6, 64], None, 1, None),
+    ("medium", [8, 256, 8, 64], None, 1, None),
+    ("gpt2", [4, 512, 12, 64], None, 1, None),
+    ("long 1024", [2, 1024, 12, 64], None, 1, None),
+    ("long 4096", [1, 4096, 4, 64], None, 1, None),
+    ("long 4096, wide", [1, 4096, 4, 128], None, 1, None),
+    ("tiny, grouped", [16, 128, 4, 32], Some(2), 1, None),
+    ("small, grouped", [12, 256, 6, 64], Some(3), 1, None),
+    ("gpt2, grouped", [4, 512, 12, 64], Some(3), 1, None),
+    ("long 4096, grouped", [1, 4096, 4, 128], Some(2), 1, None),
+    ("gpt2, documents", [4, 512, 12, 64], None, 8, None),
+    ("long 4096, grouped, documents", [1, 4096, 4, 128], Some(2), 8, None),
+    ("long 4096, window", [1, 4096, 4, 64], None, 1, Some(512)),
+    ("long 4096, grouped, window", [1, 4096, 4, 128], Some(2), 1, Some(512)),
 ];
 
 /// Seconds spent on a shape, at least.
@@ -43,7 +48,7 @@ fn main() {
     println!("{} threads; GFLOP/s, best/median", pool::threads());
     print!("{:<30} {:<20}", "shape", "batch seq heads dim");
     println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
-    for (name, shape, group, documents) in SHAPES {
+    for (name, shape, group, documents, window) in SHAPES {
         if only.is_some_and(|only| !name.contains(only.as_str())) {
             continue;
         }
@@ -53,8 +58,8 @@ fn main() {
         for precision in [Precision::F32, Precision::Bf16] {
             let shape = AttentionShape { batch, seq, heads, head_dim };
             let [forward, backward] = match group {
-                None => rates(precision, shape, documents, measured),
-                Some(group) => grouped_rates(precision, shape, group, documents, measured),
+                None => rates(precision, shape, (documents, window), measured),
+                Some(group) => grouped_rates(precision, shape, group, (documents, window), measured),
             };
             print!(" {forward:>13} {backward:>13}");
         }
@@ -63,18 +68,24 @@ fn main() {
 }
 
 /// GFLOP/s forward and backward, as text.
-fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured: bool) -> [String; 2] {
+fn rates(
+    precision: Precision,
+    shape: AttentionShape,
+    (documents, window): (usize, Option<usize>),
+    measured: bool,
+) -> [String; 2] {
     let packing = packed(shape, documents);
-    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let masks = Masks { packing: packing.as_ref(), window, ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims::of([batch, seq, heads, head_dim]);
     let elements = batch * seq * heads * head_dim;
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
-    let there =
-        rate(shape.forward_flops(), measured, || forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks));
+    let there = rate(GroupedShape::alone(shape).forward_flops(&Default::default()), measured, || {
+        forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks)
+    });
     let saved = Saved { q: &qkv, kv: &qkv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || {
+    let back = rate(GroupedShape::alone(shape).backward_flops(&Default::default()), measured, || {
         backward(f32::tiles(precision), dims, saved, &dout, &mut dqkv, masks)
     });
     [there, back]
@@ -85,11 +96,11 @@ fn grouped_rates(
     precision: Precision,
     shape: AttentionShape,
     size: usize,
-    documents: usize,
+    (documents, window): (usize, Option<usize>),
     measured: bool,
 ) -> [String; 2] {
     let packing = packed(shape, documents);
-    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let masks = Masks { packing: packing.as_ref(), window, ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims::of([batch, seq, heads, head_dim]);
     let groups = Groups { size, kv_heads: heads / size, first: 0 };
@@ -102,11 +113,11 @@ fn grouped_rates(
     let angles = Some(Angles(&angles));
     let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
     let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
-    let there = rate(shape.forward_flops(), measured, || {
+    let there = rate(GroupedShape::alone(shape).forward_flops(&Default::default()), measured, || {
         grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
     });
     let saved = Saved { q: &q, kv: &kv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || {
+    let back = rate(GroupedShape::alone(shape).backward_flops(&Default::default()), measured, || {
         grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
     });
     [there, back]

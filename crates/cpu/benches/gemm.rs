@@ -16,13 +16,12 @@
 //! each with the median of `shared`, of the product alone and not accumulating, which `benches/compare.py` compares
 //! with a peer's. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
 
-use std::time::{Duration, Instant};
-
 use bytemuck::Pod;
 use meshwork_core::{Block, pool};
-use meshwork_cpu::kernels::matmul::{Epilogue, MatmulOperand, Strides, Update, gemm_in, gemm_shared};
+use meshwork_cpu::kernels::matmul::{Epilogue, Factors, MatmulOperand, Strides, Update, gemm, gemm_shared};
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_tensor::Precision;
+use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
 /// reads its weight at twice as many bytes per second as it has operations.
@@ -160,8 +159,9 @@ impl Product {
             self.rate(budget, |turn| {
                 let [a, b, c, out] = &mut sets[turn % copies];
                 let (a, b, c) = (factor(a, a_strides, a_rounded), factor(b, b_strides, b_rounded), cast_mut(c));
+                let factors = Factors { precision: self.precision, dims: self.dims, a, b };
                 if column == Column::Alone {
-                    return gemm_in(self.precision, self.dims, a, b, (c, (n, 1)), update);
+                    return gemm(factors, (c, (n, 1)), update);
                 }
                 let out = if rounded[3] { Stored::Bf16(cast_mut(out)) } else { Stored::Full(cast_mut(out)) };
                 let epilogue = match self.then {
@@ -169,7 +169,7 @@ impl Product {
                     Then::BiasGelu => Epilogue::BiasGelu(cast(&bias), out),
                     Then::Swiglu => Epilogue::Swiglu(out),
                 };
-                gemm_shared(self.precision, self.dims, a, b, c, update, epilogue);
+                gemm_shared(factors, c, update, epilogue);
             })
         })
     }

@@ -5,10 +5,6 @@
 //! written once; `cached` is a problem that stays in a core's cache. Without `--bench` (as under `cargo test`),
 //! everything runs once on a few rows.
 
-use std::slice::from_ref;
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_cpu::Cpu;
@@ -16,6 +12,9 @@ use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::kernel::{DropoutMask, FlatParts, TableGrad, VocabShard};
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Error, random};
+use std::slice::from_ref;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary.
 const PRESETS: [(&str, usize, usize, usize); 5] = [
@@ -193,7 +192,7 @@ fn numbers(len: usize) -> Buffer {
 /// Runs `work` inside one of two items of the pool, where no work is shared further.
 fn alone<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     let (work, result) = (Mutex::new(Some(work)), Mutex::new(None));
-    pool::share(0..2, |_| {
+    pool::for_each(0..2, |_| {
         let mine = work.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(work) = mine {
             let value = work();

@@ -1,9 +1,9 @@
 //! A caching arena: blocks of dead buffers are reused for buffers of about the same size.
 
+use super::prelude::*;
 use meshwork_core::{Block, HostMemory, Memory, Recycle};
 use meshwork_tensor::device::Meter;
 use meshwork_tensor::memory::Category;
-use meshwork_tensor::{Error, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

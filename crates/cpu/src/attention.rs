@@ -4,27 +4,30 @@ use attention::{Angles, Groups, Masks, Misplaced, Packing, Saved, Tiled};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};
 use meshwork_tensor::device::{Device, Work};
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Rotary};
+use meshwork_tensor::kernel::{
+    Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Rotary, TurnedHeads,
+};
 use meshwork_tensor::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: GroupedShape) -> attention::Dims {
     let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
-    let keys = attention::Keys { count: shape.keys, first_query: shape.first_query };
+    let GroupedShape { keys: count, first_query, first_key: first, sequence, .. } = shape;
+    let keys = attention::Keys { count, first_query, first, sequence };
     attention::Dims { batch, seq, heads, head_dim, keys }
 }
 
 /// The documents of a call, checked.
-fn packing(op: &'static str, shape: GroupedShape, documents: Option<DocumentPositions<'_>>) -> Result<Option<Packing>> {
-    let Some(DocumentPositions { positions, apart }) = documents else { return Ok(None) };
-    let (batch, seq) = (shape.queries.batch, shape.keys);
+fn packing(op: &'static str, shape: GroupedShape, masks: &AttentionMasks<'_>) -> Result<Option<Packing>> {
+    let Some(DocumentPositions { positions, apart }) = masks.documents else { return Ok(None) };
+    let (batch, seq) = (shape.queries.batch, shape.sequence);
     let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
     let positions = positions.as_slice::<i32>()?;
     if positions.len() != batch * seq {
         return Err(refuse(format!("{} positions: every token has one", positions.len())));
     }
-    if shape.tokens().end > seq {
-        return Err(refuse(format!("queries of tokens {:?}, and positions of {seq}", shape.tokens())));
+    if let Some(run) = masks.runs(shape).into_iter().chain([shape.key_tokens()]).find(|run| run.end > seq) {
+        return Err(refuse(format!("tokens {run:?}, and positions of {seq}")));
     }
     let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
         refuse(format!(
@@ -35,20 +38,27 @@ fn packing(op: &'static str, shape: GroupedShape, documents: Option<DocumentPosi
     Ok(Some(packing))
 }
 
-fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'a> {
+fn masks<'a>(masks: AttentionMasks<'a>, packing: Option<&'a Packing>) -> Masks<'a> {
     let dropout = masks.dropout.map(|d| attention::Dropout {
         mask: dropout::Mask { key: d.key, p: d.p },
         first_sample: d.first_sample,
         first_head: d.first_head,
         global_heads: d.global_heads,
     });
-    Masks { dropout, packing }
+    Masks { dropout, packing, window: masks.window, runs: masks.runs }
 }
 
-/// The share of `flops` that documents leave.
-fn left(flops: u64, shape: GroupedShape, packing: Option<&Packing>) -> u64 {
-    let pairs = packing.map_or(shape.pairs(), |packing| shape.queries.heads as u64 * packing.pairs(shape.tokens()));
-    flops / shape.pairs().max(1) * pairs
+/// The share of the operations of a sequence without documents, `flops`, that documents leave.
+fn left(flops: u64, shape: GroupedShape, masks: &AttentionMasks<'_>, packing: Option<&Packing>) -> u64 {
+    let Some(packing) = packing else { return flops };
+    let pairs: u64 =
+        masks.runs(shape).into_iter().map(|run| packing.pairs(run, shape.key_tokens(), masks.window)).sum();
+    flops / shape.pairs(masks).max(1) * shape.queries.heads as u64 * pairs
+}
+
+/// The positions that the angles of a call must have.
+fn positions(shape: GroupedShape, masks: &AttentionMasks<'_>) -> usize {
+    masks.runs(shape).iter().map(|run| run.end).fold(shape.sequence, usize::max)
 }
 
 fn groups(shape: GroupedShape) -> Groups {
@@ -83,9 +93,9 @@ impl LastAngles {
 impl Attention for Cpu {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, with: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         let all = GroupedShape::alone(shape);
-        let packing = packing("attention", all, with.documents)?;
+        let packing = packing("attention", all, &with)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(all.forward_flops(), all, packing));
+        self.meter().add_flops(Work::Attention, left(all.forward_flops(&with), all, &with, packing));
         for_stored!(self, "attention", qkv, S, T => {
             let qkv = qkv.as_slice::<S>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
@@ -107,9 +117,9 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         let all = GroupedShape::alone(shape);
-        let packing = packing("attention", all, with.documents)?;
+        let packing = packing("attention", all, &with)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(all.backward_flops(), all, packing));
+        self.meter().add_flops(Work::Attention, left(all.backward_flops(&with), all, &with, packing));
         for_stored!(self, "attention", qkv, S, T => {
             let all_heads = qkv.as_slice::<S>()?;
             let saved = Saved {
@@ -133,11 +143,11 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", shape, with.documents)?;
+        let packing = packing("grouped_attention", shape, &with)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(&with), shape, &with, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
@@ -149,18 +159,13 @@ impl Attention for Cpu {
         })
     }
 
-    fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
-        let (of, dims, groups) = (shape.queries, dims(shape), groups(shape));
-        for_float!(self, "attention", q, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end, of.head_dim));
-            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
-            attention::append(dims, groups, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
-            if shape.first_query == 0 && of.seq > 1 {
-                return Ok(self.grouped(GroupedShape { keys: of.seq, ..shape }, q, kv, AttentionMasks::default())?.0);
-            }
-            self.meter().add_flops(Work::Attention, shape.forward_flops());
-            let (q, cache) = (q.as_slice::<T>()?, cache.as_slice::<T>()?);
-            self.output::<T>(q.len(), |out| attention::attend(dims, groups, angles, q, cache, out))
+    fn turn(&self, of: TurnedHeads, x: &Buffer) -> Result<Buffer> {
+        let TurnedHeads { rotary, seq, first, all, heads, head_dim } = of;
+        for_float!(self, "attention", x, T => {
+            // More than are needed now, so that the table is not written for each token.
+            let angles = self.angles.of::<T>(rotary, (first + seq).next_power_of_two(), head_dim);
+            let (angles, x) = (Angles(&angles.as_slice()?[first * head_dim..]), x.as_slice::<T>()?);
+            self.output::<T>(x.len(), |turned| attention::turn(angles, [seq, all, heads, head_dim], x, turned))
         })
     }
 
@@ -175,11 +180,11 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", shape, with.documents)?;
+        let packing = packing("grouped_attention", shape, &with)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
+        self.meter().add_flops(Work::Attention, left(shape.backward_flops(&with), shape, &with, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let saved = Saved {
                 q: q.as_slice::<S>()?,
@@ -195,6 +200,21 @@ impl Attention for Cpu {
             Ok((dq, dkv))
         })
     }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        for_float!(self, "attention_join", lse, T => {
+            let of = [part.as_slice::<T>()?, part_lse.as_slice::<T>()?];
+            attention::join(dims(GroupedShape::alone(shape)), [out.as_mut_slice::<T>()?, lse.as_mut_slice::<T>()?], of);
+            Ok(())
+        })
+    }
 }
 
 #[cfg(test)]
@@ -203,7 +223,7 @@ mod tests {
     use crate::Precision;
     use meshwork_tensor::random::{fill_normal, key};
 
-    const NONE: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None };
+    const NONE: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None, window: None, runs: None };
 
     /// Both directions compute in the precision of the device, the gradient from the same saved results.
     #[test]

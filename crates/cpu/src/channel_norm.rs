@@ -1,10 +1,7 @@
-use super::kernels::Float;
+use super::PART;
 use super::kernels::channel_norm::{self as kernels, Channels, Means};
 use super::kernels::pointwise;
-use super::{Cpu, PART, PIECE, RowSums, for_float};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, Element};
-use meshwork_tensor::Result;
+use super::prelude::*;
 use meshwork_tensor::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
 
 /// The sums of groups, repeated for each of their channels, from `[blocks, channels]`.
@@ -41,7 +38,7 @@ impl RowSums {
 fn share_parts<I: Send>(parts: impl Iterator<Item = I>, n: usize, work: impl Fn(&mut I) + Sync) {
     let mut parts: Vec<I> = parts.collect();
     let at_once = (PIECE / (PART * n.max(1))).max(1);
-    share(parts.chunks_mut(at_once), |parts| parts.iter_mut().for_each(&work));
+    for_each(parts.chunks_mut(at_once), |parts| parts.iter_mut().for_each(&work));
 }
 
 /// Mean and rstd of every channel of every block.

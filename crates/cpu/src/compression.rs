@@ -1,12 +1,10 @@
-use super::Cpu;
+use super::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{
     Compressor, Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, compress_into, restore, wire_bytes,
 };
-use meshwork_core::{Buffer, BufferError, DType};
-use meshwork_tensor::device::Device;
+use meshwork_core::BufferError;
 use meshwork_tensor::kernel::Compression;
-use meshwork_tensor::{Error, Result};
 
 /// Elements `at..at + count` of memory to be written.
 fn part<T>(all: &mut [T], at: usize, count: usize) -> Result<&mut [T]> {

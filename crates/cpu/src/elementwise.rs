@@ -1,8 +1,5 @@
-use super::kernels::{Float, elementwise};
-use super::{Cpu, for_float};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::Result;
+use super::kernels::elementwise;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Elementwise, HostFn, Map, Zip};
 
 /// Number of elements that a function of the host processes at a time.
@@ -35,7 +32,7 @@ impl Elementwise for Cpu {
         let out = for_float!(self, "map", first, T => {
             let inputs = inputs.iter().map(|input| Ok(input.as_slice::<T>()?)).collect::<Result<Vec<&[T]>>>()?;
             self.output::<T>(first.count(), |out| {
-                share(out.chunks_mut(HOST_PIECE).enumerate(), |(piece, out)| {
+                for_each(out.chunks_mut(HOST_PIECE).enumerate(), |(piece, out)| {
                     let mut arguments = vec![0.0; inputs.len()];
                     for (i, out) in out.iter_mut().enumerate() {
                         for (argument, input) in arguments.iter_mut().zip(&inputs) {

@@ -1,11 +1,6 @@
-use super::kernels::round::read;
 use super::kernels::{embedding, pointwise};
-use super::{Cpu, for_widened, loaded, row_piece, row_piece_of};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Embedding, TableGrad};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 
 /// Pieces into which the gradient of a table is cut.
 const GRAD_PIECES: usize = 16;
@@ -21,7 +16,7 @@ impl Embedding for Cpu {
             let held = loaded::<T>(table)?.part(0..rows.len() * width);
             self.like::<T>(table, ids.len() * width, |out| {
                 let piece = row_piece_of(table.dtype(), width);
-                share(out.chunks(piece).zip(ids.chunks(piece / width)), |(out, ids)| {
+                for_each(out.chunks(piece).zip(ids.chunks(piece / width)), |(out, ids)| {
                     embedding::lookup(ids, held, rows.start, width, out);
                 });
             })
@@ -40,7 +35,7 @@ impl Embedding for Cpu {
             // Each piece of the table searches all ids for its own. There are few pieces, because frequent words have
             // neighbouring ids.
             let part = rows.len().div_ceil(GRAD_PIECES).max(1);
-            share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
+            for_each(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
                 if !accumulate {
                     dtable.fill(0.0);
                 }
@@ -62,7 +57,7 @@ impl Embedding for Cpu {
                 let pieces = out.chunks(sequence).zip(all.chunks(sequence)).flat_map(|(out, x)| {
                     out.chunks(piece).zip(x.chunks(piece)).enumerate()
                 });
-                share(pieces, |(i, (out, x))| {
+                for_each(pieces, |(i, (out, x))| {
                     let at = first * width + i * piece;
                     read([x, table.part(at..at + x.len())], |[x, table]| {
                         out.write(|out| embedding::add_positions(x, table, 0, x.len() / width, width, out));
@@ -86,7 +81,7 @@ impl Embedding for Cpu {
             // The samples are added up in pieces that stay in the cache.
             let samples = dout.len() / (seq * width).max(1);
             let piece = (row_piece(width) / samples.max(1)).max(64);
-            share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
+            for_each(used.chunks_mut(piece).enumerate(), |(i, dtable)| {
                 if !accumulate {
                     dtable.fill(0.0);
                 }

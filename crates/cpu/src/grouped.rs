@@ -1,14 +1,9 @@
-use super::kernels::matmul::{Epilogue, Update, gemm_blocks, gemm_runs, gemm_shared};
-use super::kernels::round::Stored;
-use super::kernels::{Float, pointwise};
+use super::kernels::matmul::{Epilogue, Factors, Update, gemm_blocks, gemm_runs, gemm_shared};
+use super::kernels::pointwise;
 use super::matmul::in_blocks;
-use super::{Cpu, for_float, for_widened, row_piece};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::{Device, Work};
+use super::prelude::*;
+use meshwork_tensor::device::Work;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
-use meshwork_tensor::tape::Terms;
 
 /// A product with fewer multiplications is computed by one thread, concurrently with others.
 const SMALL: usize = 1 << 22;
@@ -31,7 +26,7 @@ fn each_group<Out: Send>(
         }
         first += count;
     }
-    share(small, |(group, first, out)| product(group, first, out));
+    for_each(small, |(group, first, out)| product(group, first, out));
 }
 
 /// Splits memory into one destination of `size(group)` elements for each of `groups` groups.
@@ -75,13 +70,12 @@ impl Cpu {
                     // Matrices are `n · k` elements apart: `n` rows or columns.
                     let (x, w) = (x.part(first * from), w.part(group * n * k));
                     in_blocks([rows[group], to], false, y, |[rows, columns], y| {
-                        let (dims, x, w) =
-                            ([rows.len(), columns.len(), from], x.from(rows.start, 0), w.from(0, columns.start));
+                        let (precision, dims) = (self.precision, [rows.len(), columns.len(), from]);
+                        let factors =
+                            Factors { precision, dims, a: x.from(rows.start, 0), b: w.from(0, columns.start) };
                         match terms {
-                            Terms::WHOLE => {
-                                gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Nothing);
-                            }
-                            _ => gemm_blocks(self.precision, dims, x, w, y, terms),
+                            Terms::WHOLE => gemm_shared(factors, y, Update::Overwrite, Epilogue::Nothing),
+                            _ => gemm_blocks(factors, y, terms),
                         }
                     });
                 },
@@ -114,9 +108,9 @@ impl Grouped for Cpu {
             let activated = self.stored::<T>("grouped_linear", (T::DTYPE, stored), total * n / 2, |out| {
                 let activated = stored_parts(out, rows.iter().map(|rows| rows * n / 2));
                 each_group(rows, products.zip(activated), |group| rows[group] * n * k, |group, first, (y, out)| {
-                    let (x, w) = (x.part(first * k), w.part(group * n * k));
-                    let dims = [rows[group], n, k];
-                    gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Swiglu(out));
+                    let (a, b, precision) = (x.part(first * k), w.part(group * n * k), self.precision);
+                    let factors = Factors { precision, dims: [rows[group], n, k], a, b };
+                    gemm_shared(factors, y, Update::Overwrite, Epilogue::Swiglu(out));
                 });
                 Ok(())
             })?;
@@ -144,15 +138,18 @@ impl Grouped for Cpu {
             let (dy, x) = (self.operand_of::<T>(dy, (1, n))?, self.operand_of::<T>(x, (k, 1))?);
             let dw = &mut buffer.as_mut_slice::<T>()?[start..start + blocks.len() * n * k];
             let outs = parts(dw, rows.len(), |_| n * k);
+            let factors = |first: usize, terms: usize| {
+                let (a, b) = (dy.part(first * n), x.part(first * k));
+                Factors { precision: self.precision, dims: [n, k, terms], a, b }
+            };
             each_group(&rows, outs, |group| rows[group] * n * k, |group, _, dw| match &blocks[group][..] {
                 [all] => {
                     let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
-                    let (dy, x) = (dy.part(all.start * n), x.part(all.start * k));
-                    gemm_shared(self.precision, [n, k, all.len()], dy, x, dw, update, Epilogue::Nothing);
+                    gemm_shared(factors(all.start, all.len()), dw, update, Epilogue::Nothing);
                 }
                 blocks => {
                     debug_assert!(!accumulate, "only sums of one block go on");
-                    gemm_runs(self.precision, [n, k], dy, x, dw, blocks);
+                    gemm_runs(factors(0, blocks.iter().map(|block| block.end).max().unwrap_or(0)), dw, blocks);
                 }
             });
             Ok(())
@@ -172,7 +169,7 @@ impl Grouped for Cpu {
                     let x = x.split_off(..rows * n).unwrap_or_default();
                     parts.extend(y.chunks_mut(piece).zip(x.chunks(piece)).map(|(y, x)| (y, x, bias)));
                 }
-                share(parts, |(y, x, bias)| pointwise::bias(x, bias, y));
+                for_each(parts, |(y, x, bias)| pointwise::bias(x, bias, y));
             })
         })
     }
@@ -182,7 +179,7 @@ impl Grouped for Cpu {
             let GroupedGrad { buffer, start, accumulate } = db;
             let dy = dy.as_slice::<T>()?;
             let db = &mut buffer.as_mut_slice::<T>()?[start..start + blocks.len() * n];
-            share(db.chunks_mut(n.max(1)).zip(blocks), |(db, blocks)| {
+            for_each(db.chunks_mut(n.max(1)).zip(blocks), |(db, blocks)| {
                 let mut sums = vec![T::ZERO; blocks.len() * n];
                 for (rows, sum) in blocks.iter().zip(sums.chunks_mut(n.max(1))) {
                     pointwise::bias_backward(&dy[rows.start * n..rows.end * n], sum);

@@ -1,13 +1,8 @@
 use super::kernels::relu::PER_BYTE;
 use super::kernels::zeros::{self, Pattern};
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use bytemuck::Pod;
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
 use meshwork_tensor::kernel::{Layout, check_copy};
-use std::ops::Range;
 
 /// Cuts `values` into parts of these lengths.
 fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&mut [P]> {
@@ -27,14 +22,14 @@ impl Cpu {
         let mut bits = self.alloc(DType::U8, from.len().div_ceil(PER_BYTE))?;
         let mut counts = vec![0; from.len().div_ceil(PIECE)];
         let marks = bits.as_mut_slice::<u8>()?.chunks_mut(PIECE / PER_BYTE).zip(from.chunks(PIECE)).zip(&mut counts);
-        share(marks, |((bits, x), count)| *count = zeros::mark(x, bits));
+        for_each(marks, |((bits, x), count)| *count = zeros::mark(x, bits));
         let count: usize = counts.iter().sum();
         if bits.bytes() + count * x.dtype().size() >= x.bytes() {
             return Ok(None);
         }
         let mut values = self.alloc(x.dtype(), count)?;
         let to = parts(bytemuck::cast_slice_mut::<u8, P>(values.as_bytes_mut()?), counts.into_iter());
-        share(to.into_iter().zip(from.chunks(PIECE)), |(values, x)| zeros::gather(x, values));
+        for_each(to.into_iter().zip(from.chunks(PIECE)), |(values, x)| zeros::gather(x, values));
         Ok(Some([bits, values]))
     }
 
@@ -57,7 +52,7 @@ impl Cpu {
                 (bits, &from[first..at], x)
             })
             .collect();
-        share(pieces, |(bits, values, x)| zeros::scatter(bits, values, x));
+        for_each(pieces, |(bits, values, x)| zeros::scatter(bits, values, x));
         Ok(out)
     }
 }
@@ -67,7 +62,7 @@ impl Layout for Cpu {
         let mut out = self.alloc(x.dtype(), x.count())?;
         let block = inner * x.dtype().size();
         let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
-        share(to.chunks_mut((a * block).max(1)).enumerate(), |(j, to)| {
+        for_each(to.chunks_mut((a * block).max(1)).enumerate(), |(j, to)| {
             for (i, to) in to.chunks_exact_mut(block).enumerate() {
                 to.copy_from_slice(&from[(i * b + j) * block..][..block]);
             }
@@ -119,7 +114,7 @@ impl Layout for Cpu {
         let (from, to) = (src.as_bytes()?, dst.as_bytes_mut()?);
         let to = to[at * size..][..range.len() * size].chunks_mut(PIECE);
         let from = from[range.start * size..range.end * size].chunks(PIECE);
-        share(to.zip(from), |(to, from)| to.copy_from_slice(from));
+        for_each(to.zip(from), |(to, from)| to.copy_from_slice(from));
         Ok(())
     }
 }

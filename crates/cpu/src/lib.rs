@@ -21,10 +21,23 @@ mod routing;
 mod whole;
 mod windows;
 
+/// Items that most kernels use.
+mod prelude {
+    pub(crate) use crate::kernels::Float;
+    pub(crate) use crate::kernels::round::{Stored, read};
+    pub(crate) use crate::{Cpu, PIECE, RowSums, for_float, for_widened, loaded};
+    pub(crate) use crate::{row_piece, row_piece_of, rows_at_once, stored};
+    pub(crate) use meshwork_core::pool::for_each;
+    pub(crate) use meshwork_core::{Buffer, DType, Element};
+    pub(crate) use meshwork_tensor::tape::{RowBlocks, Terms};
+    pub(crate) use meshwork_tensor::{Device, Error, Result};
+    pub(crate) use std::ops::Range;
+}
+
 use arena::Arena;
 use kernels::Float;
 use kernels::round::{Cut, Loaded, Stored, read};
-use meshwork_core::pool::share;
+use meshwork_core::pool::for_each;
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Error, Kernels, Meter, Precision, Result, kernel};
@@ -216,7 +229,7 @@ impl Cpu {
             *all = loaded::<T>(input)?;
         }
         self.like::<T>(x, x.count(), |out| {
-            share(out.chunks(piece).enumerate(), |(i, out)| {
+            for_each(out.chunks(piece).enumerate(), |(i, out)| {
                 let range = i * piece..i * piece + out.len();
                 let inputs = all.map(|input| input.part(range.clone()));
                 read(inputs, |inputs| out.write(|out| f(range.start, inputs, out)));

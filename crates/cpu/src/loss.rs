@@ -1,10 +1,7 @@
-use super::kernels::round::{Loaded, read};
-use super::kernels::{Float, loss};
-use super::{Cpu, for_float, for_widened, loaded, row_piece_of, stored};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
+use super::kernels::loss;
+use super::kernels::round::Loaded;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Loss, VocabShard};
-use meshwork_tensor::{Error, Result};
 
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
@@ -21,7 +18,7 @@ impl Loss for Cpu {
                 let rows = piece / shard.pitch;
                 let outputs = maxima.chunks_mut(rows).zip(sum_exp.chunks_mut(rows)).zip(target.chunks_mut(rows));
                 let pieces = logits.chunks(piece).zip(ids.chunks(rows)).zip(outputs);
-                share(pieces, |((logits, ids), ((max, sum_exp), target))| {
+                for_each(pieces, |((logits, ids), ((max, sum_exp), target))| {
                     read([logits], |[logits]| loss::row_stats(shard, logits, ids, max, sum_exp, target));
                 });
             })?;
@@ -72,7 +69,7 @@ impl Loss for Cpu {
             let pieces = samples.zip(targets.chunks(sample).zip(lse.chunks(sample))).flat_map(|((logits, &scale), (targets, lse))| {
                 logits.chunks(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
             });
-            share(pieces, |((logits, (targets, lse)), scale)| {
+            for_each(pieces, |((logits, (targets, lse)), scale)| {
                 logits.update(|logits| loss::backward(shard, logits, targets, lse, T::from_f64(scale)));
             });
             Ok(())

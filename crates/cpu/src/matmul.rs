@@ -1,15 +1,11 @@
-use super::kernels::Float;
-use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum};
-use super::kernels::round::{Stored, with_room};
-use super::{Cpu, PIECE, for_float, for_widened, loaded, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
+use super::kernels::matmul::{
+    Epilogue, Factors, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum,
+};
+use super::kernels::round::with_room;
+use super::prelude::*;
 use meshwork_tensor::Precision;
-use meshwork_tensor::Result;
-use meshwork_tensor::device::{Device, Work};
+use meshwork_tensor::device::Work;
 use meshwork_tensor::kernel::{Gemm, Matmul};
-use meshwork_tensor::tape::Terms;
-use std::ops::Range;
 
 /// Elements of a block of a 16-bit result that are computed in f32 before rounding: 8 MiB, which stays in the
 /// last-level cache.
@@ -46,7 +42,7 @@ pub(super) fn in_blocks<T: Float + Element>(
                 let at_once = (PIECE / width).max(1);
                 if accumulate {
                     let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
-                    share(block.chunks_mut(at_once * width).zip(of_c), |(block, c)| {
+                    for_each(block.chunks_mut(at_once * width).zip(of_c), |(block, c)| {
                         for (to, c) in block.chunks_mut(width).zip(c.chunks(n)) {
                             c.part(columns.clone()).loaded().widen(to);
                         }
@@ -54,7 +50,7 @@ pub(super) fn in_blocks<T: Float + Element>(
                 }
                 compute([rows.clone(), columns.clone()], block);
                 let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
-                share(block.chunks(at_once * width).zip(of_c), |(block, c)| {
+                for_each(block.chunks(at_once * width).zip(of_c), |(block, c)| {
                     for (from, c) in block.chunks(width).zip(c.chunks(n)) {
                         c.part(columns.clone()).round(from);
                     }
@@ -148,13 +144,14 @@ impl Cpu {
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
         in_blocks([m, n], accumulate, c, |[rows, columns], c| {
-            let (dims, a, b) = ([rows.len(), columns.len(), k], a.from(rows.start, 0), b.from(0, columns.start));
+            let dims = [rows.len(), columns.len(), k];
+            let factors = Factors { precision, dims, a: a.from(rows.start, 0), b: b.from(0, columns.start) };
             let epilogue = bias.map_or(Epilogue::Nothing, |bias| Epilogue::Bias(&bias[columns]));
             match terms {
-                Terms::WHOLE => gemm_shared(precision, dims, a, b, c, update, epilogue),
+                Terms::WHOLE => gemm_shared(factors, c, update, epilogue),
                 _ => {
                     debug_assert!(!accumulate && bias.is_none(), "only sums of one block go on");
-                    gemm_blocks(precision, dims, a, b, c, terms);
+                    gemm_blocks(factors, c, terms);
                 }
             }
         });
@@ -171,7 +168,8 @@ impl Cpu {
     ) -> Result<()> {
         let [a, b] = self.operands_of(spec, operands)?;
         self.meter().add_flops(Work::Matmul, spec.flops());
-        gemm_shared(self.precision, [spec.m, spec.n, spec.k], a, b, c, Update::Overwrite, epilogue);
+        let factors = Factors { precision: self.precision, dims: [spec.m, spec.n, spec.k], a, b };
+        gemm_shared(factors, c, Update::Overwrite, epilogue);
         Ok(())
     }
 

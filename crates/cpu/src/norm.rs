@@ -1,13 +1,7 @@
 use super::kernels::matmul::Update;
 use super::kernels::norm;
-use super::kernels::round::read;
-use super::{Cpu, RowSums, for_widened, loaded, row_piece_of, rows_at_once, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::Norm;
-use meshwork_tensor::tape::RowBlocks;
 use std::iter::repeat_with;
 
 /// Gradients of x, of gain and of shift.
@@ -36,7 +30,7 @@ impl Cpu {
             let y = self.stored::<T>(name::<CENTRED>(), (x.dtype(), stored), all.len(), |y| {
                 let means = means.chunks_mut(piece / n).chain(repeat_with(Default::default));
                 let stats = rstds.chunks_mut(piece / n).zip(means);
-                share(y.chunks(piece).zip(all.chunks(piece)).zip(stats), |((y, x), (rstd, mean))| {
+                for_each(y.chunks(piece).zip(all.chunks(piece)).zip(stats), |((y, x), (rstd, mean))| {
                     read([x], |[x]| norm::forward::<CENTRED, T>(x, [&gain, &shift], eps as T, y, mean, rstd));
                 });
                 Ok(())
@@ -66,7 +60,7 @@ impl Cpu {
             let stats = rows.cut(mean, 1).zip(rows.cut(rstd, 1));
             let cut = rows.cut(stored::<T>(&mut dx)?, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n)).zip(stats);
             let sums = dgains.chunks_mut(n).zip(dshifts.chunks_mut(n).chain(repeat_with(Default::default)));
-            share(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgain, dshift))| {
+            for_each(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgain, dshift))| {
                 dgain.fill(0.0);
                 dshift.fill(0.0);
                 let stats = mean.chunks(at_once).zip(rstd.chunks(at_once));

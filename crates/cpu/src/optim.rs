@@ -1,14 +1,9 @@
 use super::kernels::reduce::sum_of_squares;
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use meshwork_core::exact::{self, LIMBS};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
 use meshwork_tensor::kernel::{FlatParts, Optim};
 use std::iter;
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 impl Optim for Cpu {
@@ -16,7 +11,7 @@ impl Optim for Cpu {
         // In bytes, because the dtype does not matter.
         let size = x.dtype().size();
         let bytes = &mut x.as_bytes_mut()?[range.start * size..range.end * size];
-        share(bytes.chunks_mut(8 * PIECE), |piece| piece.fill(0));
+        for_each(bytes.chunks_mut(8 * PIECE), |piece| piece.fill(0));
         Ok(())
     }
 
@@ -24,7 +19,7 @@ impl Optim for Cpu {
         for vector in vectors {
             let x = vector.as_slice::<f32>()?;
             let mut parts = vec![0.0; x.len().div_ceil(PIECE)];
-            share(x.chunks(PIECE).zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
+            for_each(x.chunks(PIECE).zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
             sums.as_mut_slice::<f64>()?[at] += parts.iter().sum::<f64>();
         }
         Ok(())
@@ -34,7 +29,7 @@ impl Optim for Cpu {
         let vectors = vectors.iter().map(Buffer::as_slice).collect::<std::result::Result<Vec<&[f32]>, _>>()?;
         let pieces: Vec<&[f32]> = vectors.into_iter().flat_map(|x| x.chunks(PIECE)).collect();
         let mut parts = vec![[0; LIMBS]; pieces.len()];
-        share(pieces.into_iter().zip(&mut parts), |(x, part)| exact::add_squares(part, x));
+        for_each(pieces.into_iter().zip(&mut parts), |(x, part)| exact::add_squares(part, x));
         let mut sum = [0; LIMBS];
         for mut part in parts {
             exact::carry(&mut part); // digits below 2^32, so that no sum overflows
@@ -53,7 +48,7 @@ impl Optim for Cpu {
 
     fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
         let norm = squares.as_slice::<f64>()?.iter().sum::<f64>().sqrt().max(least) as f32;
-        share(x.as_mut_slice::<f32>()?.chunks_mut(PIECE), |piece| piece.iter_mut().for_each(|x| *x /= norm));
+        for_each(x.as_mut_slice::<f32>()?.chunks_mut(PIECE), |piece| piece.iter_mut().for_each(|x| *x /= norm));
         Ok(())
     }
 
@@ -80,7 +75,7 @@ fn update_range(
     let grads = grads.as_slice::<f32>()?[range.clone()].chunks(PIECE);
     let states = iter::from_fn(|| Some(states_pieces.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()));
     let outcome = Mutex::new(Ok(()));
-    share(weights.zip(grads).zip(states), |((weights, grads), mut states)| {
+    for_each(weights.zip(grads).zip(states), |((weights, grads), mut states)| {
         if let Err(error) = rule.update(update, weights, grads, &mut states) {
             *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
         }

@@ -1,11 +1,6 @@
 use super::kernels::permutation;
-use super::{Cpu, PIECE, for_float, row_piece};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Choices, Permutation};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 
 impl Permutation for Cpu {
     fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {
@@ -47,9 +42,12 @@ impl Permutation for Cpu {
         let mut out = self.alloc(x.dtype(), index.len() * width)?;
         let (bytes, rows) = (width * x.dtype().size(), row_piece(width) / width.max(1));
         let x = x.as_bytes()?;
-        share(out.as_bytes_mut()?.chunks_mut((rows * bytes).max(1)).zip(index.chunks(rows.max(1))), |(out, index)| {
-            permutation::gather(x, index, per, bytes, out);
-        });
+        for_each(
+            out.as_bytes_mut()?.chunks_mut((rows * bytes).max(1)).zip(index.chunks(rows.max(1))),
+            |(out, index)| {
+                permutation::gather(x, index, per, bytes, out);
+            },
+        );
         Ok(out)
     }
 
@@ -60,7 +58,7 @@ impl Permutation for Cpu {
             let (ids, slots, k) = (choices.ids.as_slice::<i32>()?, choices.slots.as_slice::<i32>()?, choices.k);
             let tokens = (PIECE / (width * k).max(1)).max(1);
             self.output::<T>(ids.len() / k * width, |out| {
-                share(out.chunks_mut((tokens * width).max(1)).enumerate(), |(i, out)| {
+                for_each(out.chunks_mut((tokens * width).max(1)).enumerate(), |(i, out)| {
                     let at = i * tokens * k..(i * tokens * k + out.len() / width * k);
                     let choices = permutation::Choices { ids: &ids[at.clone()], slots: &slots[at.clone()], k };
                     permutation::combine(rows, choices, weights.get(at).unwrap_or_default(), width, out);
@@ -83,14 +81,14 @@ impl Permutation for Cpu {
             let (slots, order, k) = (choices.slots.as_slice::<i32>()?, order.as_slice::<i32>()?, choices.k);
             let (piece, at_once) = (row_piece(width), row_piece(width) / width.max(1));
             let drows = self.output::<T>(rows.len(), |drows| {
-                share(drows.chunks_mut(piece).zip(order.chunks(at_once)), |(drows, order)| {
+                for_each(drows.chunks_mut(piece).zip(order.chunks(at_once)), |(drows, order)| {
                     permutation::spread(dout, order, weights, k, width, drows);
                 });
             })?;
             let tokens = (at_once / k).max(1);
             let dweights = self.output::<T>(slots.len(), |dweights| {
                 let pieces = dweights.chunks_mut(tokens * k).zip(slots.chunks(tokens * k)).zip(dout.chunks((tokens * width).max(1)));
-                share(pieces, |((dweights, slots), dout)| permutation::dots(dout, rows, slots, k, width, dweights));
+                for_each(pieces, |((dweights, slots), dout)| permutation::dots(dout, rows, slots, k, width, dweights));
             })?;
             Ok((drows, dweights))
         })

@@ -1,12 +1,6 @@
-use super::kernels::round::read;
 use super::kernels::{dropout, gelu, pointwise, relu, round, swiglu};
-use super::{Cpu, PIECE, RowSums, for_float, for_widened, loaded, row_piece_of, rows_at_once, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::{DropoutMask, Pointwise};
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Error, Result};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
@@ -17,7 +11,7 @@ impl Pointwise for Cpu {
         for_widened!(self, "add", b, T => {
             let piece = row_piece_of(b.dtype(), 1);
             let (a, b) = (stored::<T>(a)?.part(at..at + b.count()), loaded::<T>(b)?);
-            share(a.chunks(piece).zip(b.chunks(piece)), |(a, b)| read([b], |[b]| a.update(|a| pointwise::add_assign(a, b))));
+            for_each(a.chunks(piece).zip(b.chunks(piece)), |(a, b)| read([b], |[b]| a.update(|a| pointwise::add_assign(a, b))));
             Ok(())
         })
     }
@@ -33,7 +27,7 @@ impl Pointwise for Cpu {
         for_float!(self, "add", x, T => {
             let x = x.as_mut_slice::<T>()?;
             pointwise::tree_sum(&mut x[start..start + count * n], n, |left, right| {
-                share(left.chunks_mut(PIECE).zip(right.chunks(PIECE)), |(left, right)| pointwise::add_assign(left, right));
+                for_each(left.chunks_mut(PIECE).zip(right.chunks(PIECE)), |(left, right)| pointwise::add_assign(left, right));
             });
             if to != start {
                 x.copy_within(start..start + n, to);
@@ -47,7 +41,7 @@ impl Pointwise for Cpu {
             let dy = loaded::<T>(dy)?;
             let rows = RowSums::new(dy.len() / n, blocks);
             let parts = self.output::<T>(n * rows.parts(), |parts| {
-                share(parts.chunks_mut(n).zip(rows.cut(dy, n)), |(part, dy)| {
+                for_each(parts.chunks_mut(n).zip(rows.cut(dy, n)), |(part, dy)| {
                     part.fill(0.0);
                     for dy in dy.chunks(n * rows_at_once(n)) {
                         read([dy], |[dy]| pointwise::bias_backward(dy, part));
@@ -72,7 +66,7 @@ impl Pointwise for Cpu {
             let piece = row_piece_of(x.dtype(), bias.len());
             self.stored::<T>("gelu", (x.dtype(), stored), x.count(), |out| {
                 let pieces = out.chunks(piece).zip(all.chunks(piece));
-                share(pieces, |(out, x)| read([x], |[x]| gelu::bias_gelu(x, &bias, out)));
+                for_each(pieces, |(out, x)| read([x], |[x]| gelu::bias_gelu(x, &bias, out)));
                 Ok(())
             })
         })
@@ -85,7 +79,7 @@ impl Pointwise for Cpu {
             let (rows, piece) = (RowSums::new(x.len() / n, blocks), n * rows_at_once(n));
             let parts = self.output::<T>(n * rows.parts(), |parts| {
                 let cut = rows.cut(dy, n).zip(rows.cut(x, n));
-                share(cut.zip(parts.chunks_mut(n)), |((dy, x), part)| {
+                for_each(cut.zip(parts.chunks_mut(n)), |((dy, x), part)| {
                     part.fill(0.0);
                     for (dy, x) in dy.chunks(piece).zip(x.chunks(piece)) {
                         read([x], |[x]| dy.update(|dy| gelu::bias_gelu_backward(x, &bias, dy, part)));
@@ -111,7 +105,7 @@ impl Pointwise for Cpu {
             let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 2));
             self.stored::<T>("swiglu", (x.dtype(), stored), x.count() / 2, |out| {
                 let pieces = out.chunks(piece / 2).zip(all.chunks(piece));
-                share(pieces, |(out, x)| read([x], |[x]| swiglu::swiglu(x, out)));
+                for_each(pieces, |(out, x)| read([x], |[x]| swiglu::swiglu(x, out)));
                 Ok(())
             })
         })
@@ -121,7 +115,7 @@ impl Pointwise for Cpu {
         for_widened!(self, "swiglu", dy, T => {
             let (piece, dy) = (row_piece_of(dy.dtype(), 2), loaded::<T>(dy)?);
             let pieces = stored::<T>(x)?.chunks(piece).zip(dy.chunks(piece / 2));
-            share(pieces, |(x, dy)| read([dy], |[dy]| x.update(|x| swiglu::swiglu_backward(dy, x))));
+            for_each(pieces, |(x, dy)| read([dy], |[dy]| x.update(|x| swiglu::swiglu_backward(dy, x))));
             Ok(())
         })
     }
@@ -132,7 +126,7 @@ impl Pointwise for Cpu {
             let mut above = self.alloc(DType::U8, x.len().div_ceil(relu::PER_BYTE))?;
             let bits = above.as_mut_slice::<u8>()?.chunks_mut(PIECE / relu::PER_BYTE);
             let out = self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(bits), |((out, x), bits)| relu::relu(x, out, bits));
+                for_each(out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(bits), |((out, x), bits)| relu::relu(x, out, bits));
             })?;
             Ok((out, above))
         })
@@ -143,7 +137,7 @@ impl Pointwise for Cpu {
             let (dy, bits) = (dy.as_slice::<T>()?, above.as_slice::<u8>()?.chunks(PIECE / relu::PER_BYTE));
             self.output::<T>(dy.len(), |dx| {
                 let pieces = dx.chunks_mut(PIECE).zip(dy.chunks(PIECE)).zip(bits);
-                share(pieces, |((dx, dy), bits)| relu::relu_backward(bits, dy, dx));
+                for_each(pieces, |((dx, dy), bits)| relu::relu_backward(bits, dy, dx));
             })
         })
     }
@@ -185,6 +179,6 @@ fn each<T: Element, U: Element>(x: &Buffer, out: &mut Buffer, at: usize, convert
     out.slice(at..at + x.count())?;
     let x = x.as_slice::<T>()?;
     let out = &mut out.as_mut_slice::<U>()?[at..at + x.len()];
-    share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| convert(x, out));
+    for_each(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| convert(x, out));
     Ok(())
 }

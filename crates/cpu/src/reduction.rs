@@ -1,10 +1,6 @@
-use super::kernels::{Float, reduction};
-use super::{Cpu, PIECE, for_float, row_piece};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::Result;
+use super::kernels::reduction;
+use super::prelude::*;
 use meshwork_tensor::kernel::Reduction;
-use meshwork_tensor::tape::Terms;
 
 impl Reduction for Cpu {
     fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
@@ -19,7 +15,7 @@ impl Reduction for Cpu {
                 for (block, out) in out.chunks_mut((outer * inner).max(1)).enumerate() {
                     let range = extent * block / blocks..extent * (block + 1) / blocks;
                     let pieces = out.chunks_mut((rows * inner).max(1)).zip(x.chunks((rows * extent * inner).max(1)));
-                    share(pieces, |(out, x)| reduction::sum(x, extent, inner, range.clone(), scale, out));
+                    for_each(pieces, |(out, x)| reduction::sum(x, extent, inner, range.clone(), scale, out));
                 }
             })
         })
@@ -32,7 +28,7 @@ impl Reduction for Cpu {
             self.output::<T>(outer * extent * inner, |dx| {
                 let blocks = row_piece(extent * inner) / (extent * inner).max(1);
                 let pieces = dx.chunks_mut((blocks * extent * inner).max(1)).zip(dy.chunks((blocks * inner).max(1)));
-                share(pieces, |(dx, dy)| reduction::spread(dy, extent, inner, scale, dx));
+                for_each(pieces, |(dx, dy)| reduction::spread(dy, extent, inner, scale, dx));
             })
         })
     }
@@ -57,7 +53,7 @@ impl Reduction for Cpu {
                 for (runs, out) in terms.runs(elements).zip(out.chunks_mut(samples.max(1))) {
                     let runs: Vec<_> = runs.collect();
                     let pieces = out.chunks_mut(at_once).zip(x.chunks(piece).zip(targets.chunks(piece)));
-                    share(pieces, |(out, (x, targets))| {
+                    for_each(pieces, |(out, (x, targets))| {
                         let samples = x.chunks(elements).zip(targets.chunks(elements));
                         for (out, (x, targets)) in out.iter_mut().zip(samples) {
                             let terms = runs.iter().map(|run| (&x[run.clone()], &targets[run.clone()]));
@@ -79,7 +75,7 @@ impl Reduction for Cpu {
                     let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(targets.chunks(PIECE));
                     pieces.map(move |piece| (piece, T::from_f64(2.0 * scale * dloss)))
                 });
-                share(pieces, |(((dx, x), targets), scale)| {
+                for_each(pieces, |(((dx, x), targets), scale)| {
                     reduction::squared_error_backward(x, targets, scale, dx);
                 });
             })

@@ -1,8 +1,6 @@
-use super::kernels::{Float, dropout, permutation, routing};
-use super::{Cpu, for_dtype, for_float, row_piece};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
+use super::for_dtype;
+use super::kernels::{dropout, permutation, routing};
+use super::prelude::*;
 use meshwork_tensor::kernel::{DropoutMask, Pick, Routing, Selected, Selection};
 
 /// Tokens of a piece of work on scores of `experts` experts.
@@ -22,7 +20,7 @@ impl Cpu {
         let of_sample = (x.len() / samples.max(1)).max(1);
         self.output::<f64>(samples, |out| {
             out.fill(0.0);
-            share(out.iter_mut().zip(x.chunks(of_sample)).enumerate(), |(sample, (out, x))| *out = f(sample, x));
+            for_each(out.iter_mut().zip(x.chunks(of_sample)).enumerate(), |(sample, (out, x))| *out = f(sample, x));
         })
     }
 }
@@ -39,14 +37,14 @@ impl Routing for Cpu {
             let (experts, k, width, at_once) = (of.experts, of.k, of.ranked(), tokens(of.experts));
             let (all, of_sample) = (scores.len() / experts, (scores.len() / experts / of.samples.max(1)).max(1));
             let mut ranked = self.output::<i32>(all * width, |ranked| {
-                share(ranked.chunks_mut(at_once * width).zip(scores.chunks(at_once * experts)), |(ranked, scores)| {
+                for_each(ranked.chunks_mut(at_once * width).zip(scores.chunks(at_once * experts)), |(ranked, scores)| {
                     routing::rank(scores, bias, of, ranked);
                 });
             })?;
             let by_preference = ranked.as_slice::<i32>()?;
             let mut kept = self.output::<i32>(all * k, |kept| {
                 let samples = kept.chunks_mut(of_sample * k).zip(by_preference.chunks(of_sample * width));
-                share(samples.zip(scores.chunks(of_sample * experts)).enumerate(), |(sample, ((kept, ranked), scores))| {
+                for_each(samples.zip(scores.chunks(of_sample * experts)).enumerate(), |(sample, ((kept, ranked), scores))| {
                     routing::limit(scores, ranked, of, (sample * of_sample) as u64, kept);
                 });
             })?;
@@ -70,7 +68,7 @@ impl Routing for Cpu {
             let scores = scores.as_slice::<T>()?;
             let of_sample = (scores.len() / samples.max(1)).max(1);
             self.output::<i32>(scores.len(), |kept| {
-                share(kept.chunks_mut(of_sample).zip(scores.chunks(of_sample)), |(kept, scores)| {
+                for_each(kept.chunks_mut(of_sample).zip(scores.chunks(of_sample)), |(kept, scores)| {
                     routing::top_tokens(scores, experts, capacity, kept);
                 });
             })
@@ -84,7 +82,7 @@ impl Routing for Cpu {
             let at_once = tokens(of.experts);
             self.output::<T>(scores.len() / of.experts * of.k, |out| {
                 let rows = scores.chunks(at_once * of.experts).enumerate();
-                share(out.chunks_mut(at_once * of.k).zip(rows), |(out, (i, scores))| {
+                for_each(out.chunks_mut(at_once * of.k).zip(rows), |(out, (i, scores))| {
                     routing::pick(scores, choices.get(i * at_once * of.k..).unwrap_or_default(), of, out);
                 });
             })
@@ -98,7 +96,7 @@ impl Routing for Cpu {
             let at_once = tokens(of.experts);
             self.output::<T>(scores.len(), |dscores| {
                 let rows = scores.chunks(at_once * of.experts).zip(dout.chunks(at_once * of.k)).enumerate();
-                share(dscores.chunks_mut(at_once * of.experts).zip(rows), |(dscores, (i, (scores, dout)))| {
+                for_each(dscores.chunks_mut(at_once * of.experts).zip(rows), |(dscores, (i, (scores, dout)))| {
                     let choices = choices.get(i * at_once * of.k..).unwrap_or_default();
                     routing::pick_grad(scores, choices, dout, of, dscores);
                 });
@@ -126,7 +124,7 @@ impl Routing for Cpu {
             let (dout, counts) = (dout.as_slice::<f64>()?, counts.as_slice::<i32>()?);
             let of_sample = (tokens / dout.len().max(1) * experts).max(1);
             self.output::<T>(tokens * experts, |dscores| {
-                share(dscores.chunks_mut(of_sample).zip(dout).enumerate(), |(sample, (dscores, dout))| {
+                for_each(dscores.chunks_mut(of_sample).zip(dout).enumerate(), |(sample, (dscores, dout))| {
                     routing::balance_grad(counts_of(counts, sample, experts), scale * dout, dscores);
                 });
             })
@@ -144,7 +142,7 @@ impl Routing for Cpu {
             let (logits, dout) = (logits.as_slice::<T>()?, dout.as_slice::<f64>()?);
             let of_sample = (logits.len() / dout.len().max(1)).max(1);
             self.output::<T>(logits.len(), |dlogits| {
-                share(dlogits.chunks_mut(of_sample).zip(logits.chunks(of_sample)).zip(dout), |((dlogits, logits), &dout)| {
+                for_each(dlogits.chunks_mut(of_sample).zip(logits.chunks(of_sample)).zip(dout), |((dlogits, logits), &dout)| {
                     routing::z_loss_grad(logits, experts, dout, dlogits);
                 });
             })

@@ -3,14 +3,10 @@
 //! depend on threads; the measures of jobs are added up in job order.
 
 use super::kernels::reduce::sum_of_squares;
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
 use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, PassTotals, Run, SetPart, WholeOptimizer};
 use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// The longest run.
@@ -164,7 +160,7 @@ fn for_runs<'j, E: Send>(
         Some((floats, codes.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()))
     });
     let failed = Mutex::new(None);
-    share(jobs.iter().zip(extra).zip(states), |((job, extra), (mut floats, mut codes))| {
+    for_each(jobs.iter().zip(extra).zip(states), |((job, extra), (mut floats, mut codes))| {
         if let Err(error) = work(job, extra, &mut floats, &mut codes) {
             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         }
@@ -295,7 +291,7 @@ impl WholeOptim for Cpu {
         let jobs = jobs(part, PIECE);
         let grads = vectors.grads.as_slice::<f32>()?;
         let (sets, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
-        let gathered = if let Some(gathered) = vectors.gathered { Some(gathered.as_slice::<f32>()?) } else { None };
+        let gathered = vectors.gathered.map(|gathered| gathered.as_slice::<f32>()).transpose()?;
         let weights = cut(weights.as_mut_slice::<f32>()?, &jobs);
         for_runs(&jobs, states(vectors.states, &jobs)?, weights, |job, weights, floats, codes| {
             for (first, range) in &job.runs {

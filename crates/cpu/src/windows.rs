@@ -1,9 +1,5 @@
-use super::kernels::{Float, windows as kernels};
-use super::{Cpu, PIECE, for_float};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
+use super::kernels::windows as kernels;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Window, Windows};
 
 /// Runs `kernel` on pieces of whole images: (windows of the piece, its output, its input), each cut by elements of one
@@ -19,7 +15,7 @@ fn by_images<T: Float + Send + Sync>(
     let largest = reads.iter().map(|x| x.len()).chain([writes.len()]).max().map_or(1, per_image);
     let piece = (PIECE / largest.max(1)).max(1);
     let of = per_image(writes.len());
-    share(writes.chunks_mut((piece * of).max(1)).enumerate(), |(i, writes)| {
+    for_each(writes.chunks_mut((piece * of).max(1)).enumerate(), |(i, writes)| {
         let first = i * piece;
         let last = (first + piece).min(samples);
         let cut: Vec<&[T]> = reads.iter().map(|x| &x[first * per_image(x.len())..last * per_image(x.len())]).collect();
@@ -57,7 +53,7 @@ impl Cpu {
         let mut places = self.alloc(P::DTYPE, count)?;
         let placed = places.as_mut_slice::<P>()?.chunks_mut(images * of);
         let y = self.output::<T>(count, |y| {
-            share(y.chunks_mut(images * of).zip(placed).zip(x.chunks(images * pixels)), |((y, places), x)| {
+            for_each(y.chunks_mut(images * of).zip(placed).zip(x.chunks(images * pixels)), |((y, places), x)| {
                 kernels::max_pool(&windows.over(x.len() / pixels), x, y, places);
             });
         })?;
@@ -73,7 +69,7 @@ impl Cpu {
         let (dy, places, [pixels, of, images]) = (dy.as_slice::<T>()?, places.as_slice::<P>()?, pieces(windows));
         self.output::<T>(windows.samples * windows.pixels(), |dx| {
             let cut = dx.chunks_mut(images * pixels).zip(dy.chunks(images * of)).zip(places.chunks(images * of));
-            share(cut, |((dx, dy), places)| {
+            for_each(cut, |((dx, dy), places)| {
                 kernels::max_pool_backward(&windows.over(dx.len() / pixels), dy, places, dx);
             });
         })

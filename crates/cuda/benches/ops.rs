@@ -17,7 +17,8 @@ use meshwork_cuda::device::Products;
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{
-    AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, GroupedGrad, TableGrad, VocabShard,
+    AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, GroupedGrad, GroupedShape, TableGrad,
+    VocabShard,
 };
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error};
@@ -197,7 +198,11 @@ fn attention<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dt
             let qkv = stored(3 * count)?;
             let bytes = 4 * count * dtype.size();
             let call = move || device.attention()?.causal(shape, &qkv, AttentionMasks::default()).map(drop);
-            Ok(Work { bytes, flops: shape.forward_flops(), call: Box::new(call) })
+            Ok(Work {
+                bytes,
+                flops: GroupedShape::alone(shape).forward_flops(&AttentionMasks::default()),
+                call: Box::new(call),
+            })
         };
         works.push((format!("attention {name}"), Box::new(forward)));
         let backward = move || {
@@ -205,7 +210,11 @@ fn attention<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dt
             let masks = AttentionMasks::default();
             let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
             let call = move || device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks).map(drop);
-            Ok(Work { bytes: 8 * count * dtype.size(), flops: shape.backward_flops(), call: Box::new(call) })
+            Ok(Work {
+                bytes: 8 * count * dtype.size(),
+                flops: GroupedShape::alone(shape).backward_flops(&masks),
+                call: Box::new(call),
+            })
         };
         works.push((format!("attention gradient {name}"), Box::new(backward)));
     }

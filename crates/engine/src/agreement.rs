@@ -1,10 +1,8 @@
 //! Facts that must be the same on all ranks of a trainer or decoder, with names, from one place: ranks compare them
 //! before anything else, so that an error says which setting or parameter differs, and how.
 
-use crate::{ModelPlan, Plan, Result};
-use meshwork_core::Rank;
+use crate::prelude::*;
 use meshwork_core::agreement::{Agreement, Fact};
-use meshwork_tensor::ParamSpec;
 use std::fmt::Debug;
 
 const SAME_PLAN: &str = "give every rank the same Plan";

@@ -1,9 +1,8 @@
 //! The cuts of a model at which values may be compressed: cuts between stages, and virtual cuts, which a rank simulates
 //! within a stage.
 
-use crate::PlanError;
+use crate::prelude::*;
 use meshwork_nn::StageSpec;
-use meshwork_pipeline::Direction;
 
 /// A cut of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]

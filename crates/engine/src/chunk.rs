@@ -5,18 +5,13 @@ use crate::gathers::Gathers;
 use crate::message::{Message, Site, outgoing};
 use crate::offload::saved::{Shelf, Shelved, Shelving};
 use crate::pass::{MicroBatch, Pass, Purpose};
+use crate::prelude::*;
 use crate::segment::{Checkpoint, Forwarded, Kept, SavedSegment, Segment, Start};
 use crate::statistics::Noted;
 use crate::walk::Walk;
 use crate::weights::WeightStore;
-use crate::{Result, TrainError};
-use meshwork_pipeline::{Direction, Schedule};
+use meshwork_tensor::Tape;
 use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
-use meshwork_tensor::{Params, Tape, Tensor, Var};
-use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// The surroundings of the stages of a rank in one pass.
 pub struct Workspace<'a> {

@@ -8,21 +8,18 @@ use crate::clock::Clock;
 use crate::compress::codec::Codec;
 use crate::fit::require_fit;
 use crate::message::{Message, Site, outgoing};
-use crate::one_rank;
 use crate::pass::Purpose;
+use crate::prelude::*;
 use crate::transport::PipeTransport;
-use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, Result, Segment, TrainError, Verify};
+use crate::{Compress, LocalModel, Recompute, Segment, Verify, one_rank};
+use meshwork_core::CommError;
 use meshwork_core::agreement::Fact;
-use meshwork_core::{Axis, CommError, DType, Rank};
-use meshwork_nn::{Batch, Model, Stage};
-use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
+use meshwork_nn::Stage;
+use meshwork_pipeline::{Tag, Transport};
+use meshwork_tensor::Tape;
 use meshwork_tensor::param::{LocalSlice, host_floats};
 use meshwork_tensor::tape::{KeyValueCache, Mode};
 use meshwork_tensor::verify::{Claims, Over};
-use meshwork_tensor::{Device, Error, ParamSpec, Params, Tape, Var};
-use std::cell::RefCell;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// One rank of a model that continues sequences. It holds weights and cached keys and values; nothing that only
 /// training needs.

@@ -3,15 +3,12 @@
 
 pub use crate::step::prediction::{Prediction, bytes_on, predict};
 
+use crate::prelude::*;
 use crate::step::prediction::{blank_batch, blank_device, trainer};
-use crate::{Compress, Plan, Result, ScheduleSpec, Trainer, Watch, Zero};
+use crate::{Compress, ScheduleSpec, Trainer, Watch, Zero};
 use meshwork_core::profile::{self, Recorder};
-use meshwork_core::{Axis, Mesh, Rank};
-use meshwork_nn::Model;
 use meshwork_pipeline::{ActionKind, Event, Generator, Phase};
-use meshwork_tensor::Device;
 use meshwork_tensor::profiled::Profiled;
-use std::sync::Arc;
 
 /// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device
 /// without contents.

@@ -1,7 +1,7 @@
 //! Errors of training.
 
-use crate::PlanError;
 use crate::offload::OffloadError;
+use crate::prelude::*;
 use meshwork_core::agreement::Disagreement;
 use meshwork_core::{BufferError, CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
@@ -158,32 +158,7 @@ impl TrainError {
     }
 }
 
-impl From<BufferError> for TrainError {
-    fn from(error: BufferError) -> Self {
-        Self::Tensor(error.into())
-    }
-}
-
-impl From<PlanError> for TrainError {
-    fn from(error: PlanError) -> Self {
-        Self::Plan(Box::new(error))
-    }
-}
-
-impl From<OffloadError> for TrainError {
-    fn from(error: OffloadError) -> Self {
-        Self::Offload(Box::new(error))
-    }
-}
-
-impl From<CommError> for TrainError {
-    fn from(error: CommError) -> Self {
-        Self::Comm(Box::new(error))
-    }
-}
-
-impl From<RunError<TrainError, TrainError>> for TrainError {
-    fn from(error: RunError<TrainError, TrainError>) -> Self {
-        Self::Pipeline(Box::new(error))
-    }
+meshwork_core::from! {
+    TrainError: Tensor(BufferError), Plan(PlanError), Offload(OffloadError), Comm(CommError),
+    Pipeline(RunError<TrainError, TrainError>)
 }

@@ -1,10 +1,9 @@
 //! Reasons to refuse a plan when a trainer or decoder is made of it.
 
-use crate::{LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Result};
+use crate::prelude::*;
+use crate::{LossScale, MixedPrecision};
 use meshwork_compress::Feedback;
-use meshwork_core::{Axis, DType, Rank, ReductionOrder, tree};
-use meshwork_pipeline::Schedule;
-use meshwork_tensor::Device;
+use meshwork_core::{ReductionOrder, tree};
 use meshwork_tensor::tape::HalfType;
 
 /// Refuses a rank or a device that does not fit the plan.

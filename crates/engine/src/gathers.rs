@@ -2,21 +2,17 @@
 //! forward and backward. Which parameters a stage reads in which order is recorded before the first step, in a pass
 //! without data; so the next ones are on their way while a layer computes, and all ranks gather in one order.
 
+use crate::LocalModel;
 use crate::compress::settings::NOTHING;
 use crate::compress::weight_messages::{Now, WeightMessages};
 use crate::layout::Layout;
+use crate::prelude::*;
 use crate::reduction::OnDevice;
 use crate::trace::uses;
 use crate::walk::Walk;
 use crate::zero::ZeroGroups;
-use crate::{LocalModel, ModelPlan, Plan, Result};
-use meshwork_core::Buffer;
 use meshwork_data_parallel::{GatherError, GatherPass, Gatherer, SharedVector};
-use meshwork_nn::Batch;
 use meshwork_tensor::param::Gather;
-use meshwork_tensor::{Category, Device, Error, ParamId, Params};
-use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Gathers the weights of the stages of one rank.
 #[derive(Debug)]

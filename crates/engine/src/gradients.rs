@@ -1,16 +1,11 @@
 //! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
-use crate::TrainError;
 use crate::layout::{Layout, Span};
-use meshwork_core::Buffer;
+use crate::prelude::*;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
+use meshwork_tensor::Result;
 use meshwork_tensor::param::host_floats;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
-use meshwork_tensor::{Device, Error, ParamId, Result, Tensor};
-use std::cell::RefCell;
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::sync::Arc;
 use std::time::Instant;
 
 /// The gradients of one rank's parameters, in the reducer's buckets.

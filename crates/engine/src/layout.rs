@@ -3,20 +3,15 @@
 //! parameters are read.
 
 use crate::compress::settings::NOTHING;
+use crate::prelude::*;
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, Replica, Vector, Zero, ZeroGroups, ZeroStage};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, Result, TiedWeight};
-use meshwork_core::{Axis, FlatSlice, Group, Mesh, Types};
+use crate::{LocalModel, TiedWeight};
+use meshwork_core::FlatSlice;
 use meshwork_data_parallel::{BucketPlan, Member, cuts_batch, plan as fill};
-use meshwork_nn::Batch;
 use meshwork_optim::{Kept, State};
-use meshwork_pipeline::Schedule;
+use meshwork_tensor::Declarations;
 use meshwork_tensor::param::{LocalSlice, reduction_axes};
-use meshwork_tensor::{Declarations, ParamId, ParamSpec};
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed,
 /// small enough that most are done before backward ends.

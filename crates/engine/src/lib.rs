@@ -40,6 +40,20 @@ mod watch;
 mod weights;
 mod zero;
 
+/// Items that most files use.
+mod prelude {
+    pub(crate) use crate::{ModelPlan, Plan, PlanError, Result, TrainError};
+    pub(crate) use meshwork_core::{Axis, Buffer, DType, Group, Mesh, Rank, ReduceOp, Ty, Types};
+    pub(crate) use meshwork_nn::{Batch, Model};
+    pub(crate) use meshwork_pipeline::{Direction, Schedule};
+    pub(crate) use meshwork_tensor::{Category, Device, Error, ParamId, ParamSpec, Params, Tensor, Var};
+    pub(crate) use std::cell::{Cell, RefCell};
+    pub(crate) use std::collections::BTreeMap;
+    pub(crate) use std::ops::Range;
+    pub(crate) use std::rc::Rc;
+    pub(crate) use std::sync::Arc;
+}
+
 pub use boundary::Boundary;
 pub use compress::crossing::require_compression;
 pub use compress::fit::{Around, Unfit};

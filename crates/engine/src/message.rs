@@ -1,10 +1,8 @@
 //! Values between two stages, as a rank sends them, and where in a step they cross a cut.
 
-use crate::{Result, TrainError};
-use meshwork_core::{SpmdError, Ty, Types};
+use crate::prelude::*;
+use meshwork_core::SpmdError;
 use meshwork_nn::Activation;
-use meshwork_pipeline::Direction;
-use meshwork_tensor::{Tensor, Var};
 
 /// An activation, or its gradient, between two stages.
 #[derive(Clone, Debug)]

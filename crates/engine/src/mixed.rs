@@ -6,10 +6,9 @@
 //! weight; after so many steps without one it is doubled. The norm of a step is summed over the world, so all ranks
 //! skip the same steps.
 
-use meshwork_core::DType;
+use crate::prelude::*;
+use meshwork_tensor::Widened;
 use meshwork_tensor::tape::HalfType;
-use meshwork_tensor::{Device, Widened};
-use std::sync::Arc;
 
 /// Mixed precision: the values that are stored in 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,14 +1,12 @@
 //! The declarations of the whole model, stage by stage: plain data that any rank builds without allocating parameters.
 
+use crate::MixedPrecision;
 use crate::boundary::{Boundary, boundaries};
+use crate::prelude::*;
 use crate::segment::{Segment, SegmentSpec};
-use crate::{MixedPrecision, Plan, TrainError};
-use meshwork_core::{Axis, CommError, DType, Group, Mesh, Rank};
-use meshwork_nn::{Activation, Batch, Model, StageSpec};
-use meshwork_pipeline::Schedule;
-use meshwork_tensor::{Declarations, Device, Error, ParamId, ParamSpec, Result};
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use meshwork_core::CommError;
+use meshwork_nn::{Activation, StageSpec};
+use meshwork_tensor::{Declarations, Result};
 
 /// A model on a mesh, cut into stages.
 #[derive(Clone, Debug)]

@@ -17,14 +17,12 @@
 //! axis, and their sums, are each rank's own, and are not compared; nor are constants of samples, or drawn anew each
 //! time, and layers that run other operations on one rank, or a model that refuses to run there.
 
+use crate::Verify;
+use crate::prelude::*;
 use crate::program::{Constant, Op, Pairs, Value, whole_extents};
 use crate::trace::Whole;
-use crate::{ModelPlan, Plan, PlanError, Result, TrainError, Verify};
-use meshwork_core::{Axis, Coords, DType, Mesh, Ty, Types};
-use meshwork_nn::{Batch, Model};
-use meshwork_tensor::ParamSpec;
+use meshwork_core::Coords;
 use meshwork_tensor::tape::Mode;
-use std::sync::Arc;
 
 /// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over
 /// the stages of a model. Nothing is communicated; each rank of the plan's mesh finds the differences of its own

@@ -1,14 +1,11 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
-use crate::{PlanError, Recompute, Result, Watch};
-use meshwork_core::{Axis, Buffer, Rank, SpmdError, Ty};
-use meshwork_nn::{Activation, Batch, Metric};
+use crate::prelude::*;
+use crate::{Recompute, Watch};
+use meshwork_core::SpmdError;
+use meshwork_nn::{Activation, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
 use meshwork_tensor::verify::Claims;
-use meshwork_tensor::{Device, Var};
-use std::cell::{Cell, RefCell};
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// The purpose of a pass over the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,17 +1,16 @@
 //! The plan of a run, as plain data: the mesh, the schedule, the batch, the numerics and the update rule.
 
 use crate::offload::Offload;
+use crate::prelude::*;
 use crate::zero::Cuts;
-use crate::{Compress, MixedPrecision, PlanError, Verify, Zero};
-use meshwork_core::{Axis, Mesh};
-use meshwork_nn::{Model, StageSpec};
+use crate::{Compress, MixedPrecision, Verify, Zero};
+use meshwork_nn::StageSpec;
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
 use meshwork_pipeline::{
-    Generator, Schedule, Shape, ShapeError, UnknownSchedule, Weights, default_micros, one_f_one_b_replicated,
+    Generator, Shape, ShapeError, UnknownSchedule, Weights, default_micros, one_f_one_b_replicated,
 };
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, Keep, SavedPolicy, Selective};
-use std::rc::Rc;
 
 /// How a model is trained. The same on every rank.
 ///

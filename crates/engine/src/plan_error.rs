@@ -1,6 +1,7 @@
 //! Errors of plans.
 
-use meshwork_core::{Axis, DType, tree};
+use crate::prelude::*;
+use meshwork_core::tree;
 use meshwork_pipeline::ShapeError;
 use meshwork_tensor::Precision;
 

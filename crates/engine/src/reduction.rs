@@ -7,14 +7,10 @@ use crate::compress::settings::NOTHING;
 use crate::compress::sum_plan::{Member, Replicas, SumPlan, SumState};
 use crate::layout::Layout;
 use crate::model_plan::Tied;
+use crate::prelude::*;
 use crate::zero::{Replica, ZeroGroup, ZeroGroups};
-use crate::{Plan, PlanError, Result};
 use meshwork_compress::Scheme;
-use meshwork_core::{Axis, Buffer, DType, Rank};
 use meshwork_data_parallel::{Bucket, Parking, Reducer, Sum, VectorError, Vectors, cuts_batch, rounds};
-use meshwork_tensor::{Category, Device};
-use std::ops::Range;
-use std::sync::Arc;
 
 impl Layout {
     /// How the gradients of a flat buffer are summed over data-parallel ranks, where they are compressed. `updates` is

@@ -3,9 +3,8 @@
 use crate::chunk::{Chunk, Workspace};
 use crate::message::Message;
 use crate::pass::Purpose;
-use crate::{Result, TrainError};
-use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::Category;
+use crate::prelude::*;
+use meshwork_pipeline::Tag;
 use meshwork_tensor::tape::Weights;
 
 /// A stage in one pass.

@@ -6,14 +6,12 @@
 use crate::message::Message;
 use crate::offload::saved::Shelved;
 use crate::pass::{MicroBatch, Pass, Purpose};
+use crate::prelude::*;
 use crate::watch::Watched;
-use crate::{At, Recompute, Result, TrainError};
-use meshwork_core::Types;
+use crate::{At, Recompute};
 use meshwork_nn::{Stage, StageSpec};
+use meshwork_tensor::Tape;
 use meshwork_tensor::tape::{Decisions, Mode, Notes, Saved, SavedPolicy};
-use meshwork_tensor::{Params, Tape, Var};
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// A part of a stage as data.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! The warning that a build computes slowly, once in a process.
 
+use crate::prelude::*;
 use meshwork_core::slow_build;
-use meshwork_tensor::Device;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether this process was told.

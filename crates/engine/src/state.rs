@@ -1,21 +1,18 @@
 //! The state of a training run by global name, slice and shape: a checkpoint holds it, and another mesh continues from
 //! it.
 
+use crate::Vector;
 use crate::compress::crossing::{Crossing, Staged, crossings};
 use crate::compress::history::{History, saved_slices};
 use crate::compress::sum_plan::{SumPlan, SumState};
 use crate::layout::Layout;
+use crate::prelude::*;
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
-use crate::{ModelPlan, Plan, Result, TrainError, Vector};
-use meshwork_core::{Axis, DType};
-use meshwork_nn::Model;
 use meshwork_optim::{Kept, State};
-use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
 
 /// One rank's part of one vector.
 #[derive(Clone, Debug, PartialEq)]

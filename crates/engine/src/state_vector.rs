@@ -2,12 +2,11 @@
 //! table of them says what a checkpoint contains, and serves saving and loading.
 
 use crate::message::Site;
+use crate::prelude::*;
 use crate::zero::Vector;
-use meshwork_core::DType;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{ParamId, Role, Shape};
+use meshwork_tensor::{Role, Shape};
 use std::fmt;
-use std::ops::Range;
 
 /// Names one vector of the state.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

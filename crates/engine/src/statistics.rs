@@ -5,13 +5,11 @@
 //! order of the sums does not depend on the schedule. Notes stay on the device until the end of the step, when one
 //! download brings all of them.
 
-use crate::Result;
 use crate::model_plan::Tied;
-use meshwork_core::{DType, Rank, ReduceOp};
+use crate::prelude::*;
+use meshwork_tensor::Declarations;
 use meshwork_tensor::param::{Statistic, StatisticId};
 use meshwork_tensor::tape::StatisticNote;
-use meshwork_tensor::{Declarations, Device, ParamSpec};
-use std::collections::BTreeMap;
 
 /// Notes of one stage, or of all stages of a rank.
 #[derive(Clone, Debug, Default)]

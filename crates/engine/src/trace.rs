@@ -4,19 +4,17 @@
 //! [held against the operations of one rank](crate::one_rank).
 
 use crate::message::outgoing;
+use crate::prelude::*;
 use crate::program::{Listing, ListingOf, Program};
 use crate::walk::Walk;
-use crate::{LocalModel, ModelPlan, Recompute, Result, Segment, TiedWeight};
-use meshwork_core::{Axis, Buffer, Rank, Types};
-use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::Schedule;
+use crate::{LocalModel, Recompute, Segment, TiedWeight};
+use meshwork_nn::Activation;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::param::Gather;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Notes, Position, Seed, Weights};
-use meshwork_tensor::{Declarations, Device, Error, ParamId, Params, Tape, Tensor, Var};
-use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use meshwork_tensor::{Declarations, Tape};
+use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
 
 /// The results of the pass.
 #[derive(Clone, Debug, PartialEq, Eq)]

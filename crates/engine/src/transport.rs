@@ -3,15 +3,11 @@
 use crate::compress::codec::Codec;
 use crate::compress::packing::Packed;
 use crate::message::Message;
-use crate::{Result, TrainError};
-use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
+use crate::prelude::*;
+use meshwork_core::Pending;
 use meshwork_nn::Activation;
-use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Category, Device, Tensor};
-use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
-use std::rc::Rc;
-use std::sync::Arc;
+use meshwork_pipeline::Tag;
+use std::collections::VecDeque;
 
 /// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD
 /// types; the receiver refuses a fingerprint that it does not expect.

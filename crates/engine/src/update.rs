@@ -12,20 +12,16 @@
 use crate::layout::Layout;
 use crate::offload::disk::Disk;
 use crate::offload::pages::{Elements, Flat, Page};
+use crate::prelude::*;
 use crate::zero::{Cuts, Vector, ZeroStage};
-use crate::{PlanError, Result};
+use meshwork_core::CommError;
 use meshwork_core::exact::LIMBS;
-use meshwork_core::{Axis, Buffer, CommError, DType, Group, Mesh, Rank, ReduceOp};
 use meshwork_data_parallel::cuts_batch;
 use meshwork_optim::{Kept, ParamShape, Pass, Rule, State, Transform, Update};
+use meshwork_tensor::Shape;
 use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Category, Device, Error, ParamId, ParamSpec, Shape};
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// Name of the groups in which ranks bring together the measures of whole parameters.
 pub const OPTIMIZER: &str = "optimizer";

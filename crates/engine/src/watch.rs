@@ -1,11 +1,9 @@
 //! Observers of the training passes of a rank.
 
-use meshwork_core::Types;
-use meshwork_tensor::Tensor;
+use crate::prelude::*;
 use meshwork_tensor::tape::{Observer, Seen};
 use meshwork_tensor::verify::Claims;
 use std::fmt::{self, Debug, Display};
-use std::sync::Arc;
 
 /// The place of a tape in the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,20 +5,17 @@
 
 use crate::gradients::Gradients;
 use crate::layout::{Layout, NormShard};
+use crate::prelude::*;
 use crate::state_vector::Storage;
 use crate::statistics::StatisticSums;
 use crate::update::{Before, FlatUpdate, ParamUpdate, States, Updates};
 use crate::zero::{Vector, ZeroGroups};
-use crate::{Result, TrainError};
+use meshwork_core::Pending;
 use meshwork_core::exact::LIMBS;
-use meshwork_core::{Buffer, DType, Pending};
 use meshwork_optim::{LrSchedule, Update};
 use meshwork_tensor::param::{StatisticId, host_floats};
-use meshwork_tensor::{Category, Device, Error, ParamId, Params};
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
-use std::rc::Rc;
-use std::sync::{Arc, Weak};
+use std::collections::VecDeque;
+use std::sync::Weak;
 
 /// Weights, gradients and optimizer of one rank.
 ///

@@ -13,11 +13,9 @@
 //! In canonical numerics gradients are whole in every stage: a rank sums all of its samples before the samples of
 //! other ranks, and the norm has blocks that slices would cut.
 
-use crate::PlanError;
-use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
+use crate::prelude::*;
+use meshwork_core::{CommError, FlatSlice};
 use meshwork_data_parallel::cuts_batch;
-use std::collections::BTreeMap;
-use std::ops::Range;
 
 /// The vectors that data-parallel ranks share out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

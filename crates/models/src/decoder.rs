@@ -12,12 +12,12 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
 
-use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec, MlpKind, Norm};
+use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec, Norm};
 use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::GroupedHeads;
+use meshwork_tensor::op::{GroupedHeads, MlpKind};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
 use std::fmt::Debug;
@@ -40,6 +40,8 @@ pub struct DecoderConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
@@ -149,6 +151,12 @@ impl<F: Family> DecoderModel<F> {
     /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: the logits of all.
     pub fn loss_chunk(self, loss_chunk: usize) -> Self {
         Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
+    }
+
+    /// The same with the inner features of dense feed-forward networks of at most this many tokens of a sequence at a
+    /// time; 0: those of all.
+    pub fn sequence_block(self, sequence_block: usize) -> Self {
+        Self { language: LanguageSpec { sequence_block, ..self.language }, ..self }
     }
 
     /// The same with these parts frozen. With tied embeddings the head is the token table, and frozen with it.
@@ -270,6 +278,7 @@ struct Block {
     norms: [Norm; 2],
     attention: Attention,
     mlp: FeedForward,
+    window: Option<usize>,
     dropout: f32,
 }
 
@@ -295,25 +304,25 @@ impl Block {
         let attention = config.attention(params, mesh, &name(names.attention), init)?;
         let norms = [before_attention, config.norm(params, &name(names.norms[1]))?];
         let mlp = FeedForward::new(params, mesh, name(names.mlp), spec, layer, init)?;
-        Ok(Self { norms, attention, mlp, dropout: config.dropout })
+        Ok(Self { norms, attention, mlp, window: config.sliding_window, dropout: config.dropout })
     }
 }
 
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let (Sequences { region, documents, context, .. }, p) = (sequences, self.dropout);
+        let (Sequences { region, context, .. }, p, mask) = (sequences, self.dropout, sequences.mask(self.window));
         let (normed, residual) = (self.norms[0].operand(tape, x)?, Some(x));
         let x = match (&self.attention, context) {
-            (Attention::Fused(fused), None) => fused.forward(tape, &normed, region, residual, documents, p)?,
+            (Attention::Fused(fused), None) => fused.forward(tape, &normed, region, residual, mask, p)?,
             (Attention::Fused(fused), Some(context)) => {
                 let attend =
-                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, documents, dropout);
+                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
                 fused.forward_by(tape, &normed, region, residual, attend, p)?
             }
-            (Attention::Grouped(grouped), None) => grouped.forward(tape, &normed, region, residual, documents, p)?,
+            (Attention::Grouped(grouped), None) => grouped.forward(tape, &normed, region, residual, mask, p)?,
             (Attention::Grouped(grouped), Some(context)) => {
                 let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, documents, dropout)
+                    context.attend(q, kv, rotary, mask, dropout)
                 };
                 grouped.forward_by(tape, &normed, region, residual, attend, p)?
             }

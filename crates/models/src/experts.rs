@@ -15,9 +15,9 @@ pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
 use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, Laid, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
-use meshwork_tensor::op::Order;
+use meshwork_tensor::op::{MlpKind, Order};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelMlp, ParallelSwiGlu, Region};
+use meshwork_tensor_parallel::ParallelMlp;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,31 +50,6 @@ impl ExpertsConfig {
 pub fn metrics(experts: Option<&ExpertsConfig>) -> Vec<Metric> {
     let all = experts.map_or(&[][..], |_| &meshwork_moe::router::METRICS);
     all.iter().map(|&name| Metric { name, per: Per::Sample }).collect()
-}
-
-/// The feed-forward networks of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MlpKind {
-    /// Two products with a GELU between them.
-    Gelu,
-    /// Gated: [SwiGLU](Var::swiglu).
-    SwiGlu,
-}
-
-/// A dense feed-forward network.
-#[derive(Clone, Debug)]
-pub(crate) enum Mlp {
-    Gelu(ParallelMlp),
-    SwiGlu(ParallelSwiGlu),
-}
-
-impl Mlp {
-    fn forward(&self, tape: &Tape, normed: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
-        match self {
-            Self::Gelu(mlp) => mlp.forward(tape, normed, region, residual, dropout),
-            Self::SwiGlu(mlp) => mlp.forward(tape, normed, region, residual, dropout),
-        }
-    }
 }
 
 /// A norm of a hidden state.
@@ -111,8 +86,8 @@ impl HiddenModule for Norm {
 /// The feed-forward block of a layer.
 #[derive(Clone, Debug)]
 pub(crate) enum FeedForward {
-    Dense(Mlp),
-    Experts { name: String, layer: Box<MoeLayer>, shared: Option<Mlp> },
+    Dense(ParallelMlp),
+    Experts { name: String, layer: Box<MoeLayer>, shared: Option<ParallelMlp> },
 }
 
 /// What the feed-forward blocks of a model have in common.
@@ -139,9 +114,8 @@ impl FeedForward {
         init: [Init; 2],
     ) -> Result<Self> {
         let FeedForwardSpec { hidden, mlp, bias, .. } = spec;
-        let dense = |params: &mut Declarations, name: &str, ffn| match mlp {
-            MlpKind::Gelu => ParallelMlp::new(params, mesh, name, hidden, ffn, bias, init).map(Mlp::Gelu),
-            MlpKind::SwiGlu => ParallelSwiGlu::new(params, mesh, name, hidden, ffn, bias, init).map(Mlp::SwiGlu),
+        let dense = |params: &mut Declarations, name: &str, ffn| {
+            ParallelMlp::new(params, mesh, name, mlp, [hidden, ffn], bias, init)
         };
         let Some(experts) = spec.experts.filter(|experts| experts.has(layer)) else {
             return Ok(Self::Dense(dense(params, &name, spec.ffn)?));
@@ -177,6 +151,13 @@ impl FeedForward {
     pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
         let region = sequences.region;
         match self {
+            // A mask of dropout is drawn for a whole value.
+            Self::Dense(mlp) if sequences.block > 0 && dropout == 0.0 => {
+                let (mlp, norm) = (mlp.clone(), norm.clone());
+                x.in_blocks(sequences.block, move |tape, x| {
+                    mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), 0.0)
+                })
+            }
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
                 let normed = norm.forward(tape, x)?;

@@ -2,7 +2,7 @@
 //! output head tied to the token table or not.
 
 use crate::decoder::{AttentionKind, DecoderConfig, DecoderModel, Family, Names, NormKind};
-use crate::experts::MlpKind;
+use meshwork_tensor::op::MlpKind;
 
 /// Sizes of a GPT-2.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +19,8 @@ pub struct Gpt2Config {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
@@ -46,6 +48,7 @@ impl Default for Gpt2Config {
             num_heads: 4,
             ffn_hidden_size: 512,
             seq_len: 128,
+            sliding_window: None,
             tie_embeddings: true,
             dropout: 0.0,
         }
@@ -60,6 +63,7 @@ impl Family for Gpt2Config {
             hidden_size: self.hidden_size,
             ffn_hidden_size: self.ffn_hidden_size,
             seq_len: self.seq_len,
+            sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: self.dropout,
             bias: true,

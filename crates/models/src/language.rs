@@ -4,11 +4,13 @@
 //! ```text
 //! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
 //! ```
+//!
+//! More than 400 lines: a stage, and everything that its blocks read of a batch, follow one layout of tokens.
 
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::Documents;
+use meshwork_tensor::op::{Documents, Mask};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
@@ -99,6 +101,8 @@ pub struct Sequences<'a> {
     pub region: Region,
     /// The tokens of each.
     pub tokens: usize,
+    /// Tokens that a dense feed-forward network computes at a time; 0: all.
+    pub block: usize,
     /// The documents of whole sequences; without them each sequence is one.
     pub documents: Option<&'a Documents>,
     /// The position of each token that this rank has, `[samples, seq]`, where these are not the tokens of one document
@@ -106,6 +110,13 @@ pub struct Sequences<'a> {
     pub positions: Option<&'a Var>,
     /// The exchange of attention, where cp cuts them.
     pub context: Option<&'a ContextParallel>,
+}
+
+impl<'a> Sequences<'a> {
+    /// What hides tokens from each other, with a sliding window or none.
+    pub fn mask(&self, window: Option<usize>) -> Mask<'a> {
+        Mask { documents: self.documents, window }
+    }
 }
 
 impl HiddenModule for VocabParallelEmbedding {
@@ -137,6 +148,8 @@ pub struct LanguageSpec {
     pub boundary: Boundary,
     /// Tokens of a sequence whose logits exist at a time in training; 0: all tokens.
     pub loss_chunk: usize,
+    /// Tokens of a sequence whose inner features of a dense feed-forward network exist at a time; 0: those of all.
+    pub sequence_block: usize,
     /// The exchange of attention, where cp cuts the sequence.
     pub context: Option<ContextParallel>,
 }
@@ -223,7 +236,7 @@ impl LanguageSpec {
 impl Default for LanguageSpec {
     /// Hidden states that are the same on all ranks of tp, no boundaries, all logits at once.
     fn default() -> Self {
-        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, context: None }
+        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, sequence_block: 0, context: None }
     }
 }
 
@@ -357,7 +370,8 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
             _ => None, // what is decoded is one document
         };
         let (region, tokens) = (spec.region, batch.dims(TOKENS)?[0]);
-        let sequences = Sequences { region, tokens, documents: documents.as_ref(), positions: None, context };
+        let block = spec.sequence_block;
+        let sequences = Sequences { region, tokens, block, documents: documents.as_ref(), positions: None, context };
         let x = match &self.embedding {
             Some(embedding) => {
                 let positions = match embedding.reads_positions() {

@@ -18,8 +18,7 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::decoder::{AttentionKind, DecoderConfig, DecoderModel, Family, Names, NormKind};
-use crate::experts::MlpKind;
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 
 /// Sizes of a Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,6 +37,8 @@ pub struct LlamaConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window, as in Mistral 7B: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// The rotary embedding of queries and keys.
     pub rotary: Rotary,
     /// Added to the mean square in norms.
@@ -83,6 +84,7 @@ const fn llama3(
         num_kv_heads,
         ffn_hidden_size,
         seq_len: 8192,
+        sliding_window: None,
         rotary: Rotary { theta: 500_000.0, scaling: None },
         norm_eps: 1e-5,
         tie_embeddings: false,
@@ -100,6 +102,7 @@ impl Family for LlamaConfig {
             hidden_size: self.hidden_size,
             ffn_hidden_size: self.ffn_hidden_size,
             seq_len: self.seq_len,
+            sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: 0.0,
             bias: false,

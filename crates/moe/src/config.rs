@@ -4,36 +4,23 @@ use meshwork_tensor::Error;
 pub use meshwork_tensor::kernel::Overflow;
 use std::fmt;
 
-/// The router: how tokens and experts are matched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouterKind {
-    /// The `top_k` largest of a softmax (Shazeer et al., 2017; Mixtral).
-    TopK,
-    /// The largest of a softmax (Fedus et al., 2021).
-    Switch,
-    /// The two largest of a softmax, the second used in proportion to its weight (Lepikhin et al., 2020).
-    Gshard,
-    /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares tokens with later tokens
-    /// of the sequence: a causal model trained with it looks ahead, and cannot generate the same way.
-    ExpertChoice,
-    /// The `top_k` largest of sigmoids plus a bias that balances the load (DeepSeek-V3).
-    Bias,
-}
-
-impl RouterKind {
-    /// All, in the order of their names in the configuration.
-    pub const ALL: [Self; 5] = [Self::TopK, Self::Switch, Self::Gshard, Self::ExpertChoice, Self::Bias];
-
-    /// Its name in a configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::TopK => "topk",
-            Self::Switch => "switch",
-            Self::Gshard => "gshard",
-            Self::ExpertChoice => "expert_choice",
-            Self::Bias => "bias",
-        }
+meshwork_core::named! {
+    /// The router: how tokens and experts are matched.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum RouterKind {
+        /// The `top_k` largest of a softmax (Shazeer et al., 2017; Mixtral).
+        TopK = "topk",
+        /// The largest of a softmax (Fedus et al., 2021).
+        Switch = "switch",
+        /// The two largest of a softmax, the second used in proportion to its weight (Lepikhin et al., 2020).
+        Gshard = "gshard",
+        /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares tokens with later
+        /// tokens of the sequence: a causal model trained with it looks ahead, and cannot generate the same way.
+        ExpertChoice = "expert_choice",
+        /// The `top_k` largest of sigmoids plus a bias that balances the load (DeepSeek-V3).
+        Bias = "bias",
     }
+    name: "Its name in a configuration.", ALL: "All, in the order of their names in the configuration."
 }
 
 impl fmt::Display for RouterKind {

@@ -1,7 +1,7 @@
 //! Causal self-attention on one rank: with keys and values for each head, and with groups of heads that share them.
 
 use crate::Linear;
-use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, Mask, Rotary};
 use meshwork_tensor::{Declarations, Result, Tape, Var};
 
 /// `y = concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo`, where `[Q, K, V] = x · Wqkvᵀ + bqkv`, the biases optional.
@@ -32,11 +32,11 @@ impl SelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of
+    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` are documents, a window or both; `dropout` is the probability of
     /// dropping an attention weight.
-    pub fn forward(&self, tape: &Tape, x: &Var, documents: Option<&Documents>, dropout: f32) -> Result<Var> {
+    pub fn forward<'a>(&self, tape: &Tape, x: &Var, mask: impl Into<Mask<'a>>, dropout: f32) -> Result<Var> {
         let qkv = self.qkv.forward(tape, x)?; // [b, s, 3, heads, d]
-        let mixed = qkv.causal_attention(documents, Some((dropout, &self.name)))?; // [b, s, heads, d]
+        let mixed = qkv.causal_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads, d]
         self.out.forward(tape, &mixed)
     }
 }
@@ -76,12 +76,12 @@ impl GroupedSelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of
+    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` are documents, a window or both; `dropout` is the probability of
     /// dropping an attention weight.
-    pub fn forward(&self, tape: &Tape, x: &Var, documents: Option<&Documents>, dropout: f32) -> Result<Var> {
+    pub fn forward<'a>(&self, tape: &Tape, x: &Var, mask: impl Into<Mask<'a>>, dropout: f32) -> Result<Var> {
         let q = self.q.forward(tape, x)?; // [b, s, heads, d]
         let kv = self.kv.forward(tape, x)?; // [b, s, 2, kv_heads · d]
-        let mixed = q.grouped_attention(&kv, self.rotary, documents, Some((dropout, &self.name)))?; // [b, s, heads, d]
+        let mixed = q.grouped_attention(&kv, self.rotary, mask, Some((dropout, &self.name)))?; // [b, s, heads, d]
         self.out.forward(tape, &mixed)
     }
 }

@@ -18,6 +18,6 @@ pub use channel_norm::{BatchNorm2d, GroupNorm};
 pub use conv::Conv2d;
 pub use embedding::{Embedding, Positions};
 pub use linear::Linear;
-pub use mlp::{Mlp, SwiGlu};
+pub use mlp::Mlp;
 pub use model::{Activation, Metric, Model, Per, Stage, StageSpec};
 pub use norm::{LayerNorm, RmsNorm};

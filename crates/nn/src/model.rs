@@ -47,8 +47,8 @@ pub trait Model: Debug + Send + Sync {
         Ok(samples.len() as u64)
     }
 
-    /// The model that continues sequences with the same parameters, where it is another one: a model that cuts sequences
-    /// over ranks has single tokens there, which are the same on all of them.
+    /// The model that continues sequences with the same parameters, where it is another one: a model that cuts
+    /// sequences over ranks has single tokens there, which are the same on all of them.
     fn decoding(&self) -> Option<Arc<dyn Model>> {
         None
     }

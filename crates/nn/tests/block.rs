@@ -5,6 +5,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_cpu::Cpu;
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::op::MlpKind;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};
 use std::sync::Arc;
@@ -32,7 +33,7 @@ impl Gpt {
             ln_1: LayerNorm::new(params, "ln_1", HIDDEN, true)?,
             attention: SelfAttention::new(params, "attn", HIDDEN, 4, true, 0.02, 0.02)?,
             ln_2: LayerNorm::new(params, "ln_2", HIDDEN, true)?,
-            mlp: Mlp::new(params, "mlp", HIDDEN, 4 * HIDDEN, true, 0.02, 0.02)?,
+            mlp: Mlp::new(params, "mlp", MlpKind::Gelu, [HIDDEN, 4 * HIDDEN], true, [0.02, 0.02])?,
             ln_f: LayerNorm::new(params, "ln_f", HIDDEN, true)?,
         })
     }

@@ -2,8 +2,8 @@
 
 use meshwork_core::{Rank, Types};
 use meshwork_cpu::Cpu;
-use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention, SwiGlu};
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Shape, Tape, Tensor, Var};
@@ -109,7 +109,8 @@ fn rms_norm_has_mean_square_weight() {
 #[test]
 fn swiglu_lets_through_what_its_gate_says() {
     for bias in [false, true] {
-        let (layer, tape, declared) = build(|params| SwiGlu::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.01));
+        let (layer, tape, declared) =
+            build(|params| Mlp::new(params, "mlp", MlpKind::SwiGlu, [HIDDEN, FFN], bias, [0.02, 0.01]));
         let vector = |name: &str, count| if bias { wide(name, count) } else { vec![0.0; count] };
         assert_eq!(declared.specs().len(), if bias { 4 } else { 2 });
         let w = wide("mlp.gate_up.weight", FFN * 2 * HIDDEN);
@@ -122,7 +123,7 @@ fn swiglu_lets_through_what_its_gate_says() {
 
 #[test]
 fn mlp_is_two_linears_around_a_gelu() {
-    let (layer, tape, _) = build(|params| Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.01));
+    let (layer, tape, _) = build(|params| Mlp::new(params, "mlp", MlpKind::Gelu, [HIDDEN, FFN], true, [0.02, 0.01]));
     let up = linear(&wide("x", BATCH * SEQ * HIDDEN), &wide("mlp.up.weight", FFN * HIDDEN), &wide("mlp.up.bias", FFN));
     let inner: Vec<f64> = up.into_iter().map(gelu).collect();
     let want = linear(&inner, &wide("mlp.down.weight", HIDDEN * FFN), &wide("mlp.down.bias", HIDDEN));
@@ -217,11 +218,11 @@ fn tables_are_looked_up_and_give_logits() {
 fn layers_declare_their_parameters_by_name_role_and_initial_values() {
     let (_, _, declared) = build(|params| {
         SelfAttention::new(params, "attn", HIDDEN, 2, true, 0.02, 0.01)?;
-        Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.01)?;
+        Mlp::new(params, "mlp", MlpKind::Gelu, [HIDDEN, FFN], true, [0.02, 0.01])?;
         LayerNorm::new(params, "ln", HIDDEN, true)?;
         let of = GroupedHeads { heads: 4, kv_heads: 2, head_dim: 3, rotary: None };
         GroupedSelfAttention::new(params, "gqa", HIDDEN, of, false, 0.02, 0.01)?;
-        SwiGlu::new(params, "gated", HIDDEN, FFN, false, 0.02, 0.01)?;
+        Mlp::new(params, "gated", MlpKind::SwiGlu, [HIDDEN, FFN], false, [0.02, 0.01])?;
         RmsNorm::new(params, "rms", HIDDEN, 1e-5)?;
         Embedding::new(params, "wte", 4, HIDDEN, 0.02)?;
         Positions::new(params, "wpe", SEQ, HIDDEN, 0.03)

@@ -12,9 +12,8 @@
 //! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is taken over a whole matrix or vector:
 //! queries, keys and values have one each, and so has each expert.
 
-use meshwork_core::simd::wide;
-
 use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
+use meshwork_core::simd::wide;
 
 /// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of a vector.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -77,14 +76,11 @@ impl Adafactor {
             let of_row = scale * run.totals[0][row] as f32;
             let of_columns = &run.totals[1][row / rows * columns + column..][..range.len()];
             let (u, grads) = (&mut steps[range.clone()], &grads[range]);
-            wide(
-                #[inline(always)]
-                || {
-                    for ((u, &grad), &of_column) in u.iter_mut().zip(grads).zip(of_columns) {
-                        *u = of_row * grad * of_column as f32;
-                    }
-                },
-            );
+            wide!({
+                for ((u, &grad), &of_column) in u.iter_mut().zip(grads).zip(of_columns) {
+                    *u = of_row * grad * of_column as f32;
+                }
+            });
         }
     }
 }

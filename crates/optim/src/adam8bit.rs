@@ -10,10 +10,9 @@
 //! an extra bit of fraction for v. Blocks are consecutive elements of a whole matrix, on whichever ranks they lie: an
 //! all-reduce takes the largest value of each block, which rounds nothing. So the numbers do not depend on the mesh.
 
-use std::sync::OnceLock;
-
 use crate::adamw::power;
 use crate::{AdamW, Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, WholeOptimizer};
+use std::sync::OnceLock;
 
 /// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the
 /// paper keeps in 32 bits, embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and

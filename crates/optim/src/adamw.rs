@@ -9,9 +9,8 @@
 //! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), with the decay scaled by the
 //! learning rate and the arithmetic in the order of PyTorch's `AdamW`.
 
-use meshwork_core::simd::wide;
-
 use crate::{Optimizer, Result, Update};
+use meshwork_core::simd::wide;
 
 /// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. States: `exp_avg` and
 /// `exp_avg_sq`, the running means of the gradient and of its square.
@@ -85,18 +84,15 @@ impl Optimizer for AdamW {
         let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
             self.factors(update);
 
-        wide(
-            #[inline(always)]
-            || {
-                let moments = mean.iter_mut().zip(square.iter_mut());
-                for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
-                    let g = grad_scale * grad;
-                    *m += mean_new * (g - *m);
-                    *v = square_old * *v + square_new * (g * g);
-                    *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
-                }
-            },
-        );
+        wide!({
+            let moments = mean.iter_mut().zip(square.iter_mut());
+            for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
+                let g = grad_scale * grad;
+                *m += mean_new * (g - *m);
+                *v = square_old * *v + square_new * (g * g);
+                *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
+            }
+        });
         Ok(())
     }
 }

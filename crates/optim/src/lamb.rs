@@ -11,10 +11,9 @@
 //! = x. The norms are taken over a whole matrix or vector: queries, keys and values have one each, and so has each
 //! expert. Where one of them is 0, the ratio is 1.
 
-use meshwork_core::simd::wide;
-
 use crate::adamw::power;
 use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
+use meshwork_core::simd::wide;
 
 /// LAMB (You et al.). States: `exp_avg` and `exp_avg_sq`, as in [`AdamW`](crate::AdamW).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -97,18 +96,15 @@ impl WholeOptimizer for Lamb {
         let factors = self.factors(&update);
         let LambFactors { mean_new, square_old, square_new, .. } = factors;
         of_weights.copy_from_slice(weights);
-        wide(
-            #[inline(always)]
-            || {
-                let moments = mean.iter_mut().zip(square.iter_mut());
-                for (((&w, &grad), (m, v)), u) in weights.iter().zip(grads).zip(moments).zip(of_steps.iter_mut()) {
-                    let g = update.grad_scale * grad;
-                    *m += mean_new * (g - *m);
-                    *v = square_old * *v + square_new * (g * g);
-                    *u = factors.direction(w, *m, *v);
-                }
-            },
-        );
+        wide!({
+            let moments = mean.iter_mut().zip(square.iter_mut());
+            for (((&w, &grad), (m, v)), u) in weights.iter().zip(grads).zip(moments).zip(of_steps.iter_mut()) {
+                let g = update.grad_scale * grad;
+                *m += mean_new * (g - *m);
+                *v = square_old * *v + square_new * (g * g);
+                *u = factors.direction(w, *m, *v);
+            }
+        });
         Ok(())
     }
 
@@ -129,14 +125,11 @@ impl WholeOptimizer for Lamb {
         for SetPart { range, set, .. } in parts {
             let lr = (update.lr * ratios[set]) as f32;
             let (weights, mean, square) = (&mut weights[range.clone()], &mean[range.clone()], &square[range]);
-            wide(
-                #[inline(always)]
-                || {
-                    for ((w, &m), &v) in weights.iter_mut().zip(mean).zip(square) {
-                        *w -= lr * factors.direction(*w, m, v);
-                    }
-                },
-            );
+            wide!({
+                for ((w, &m), &v) in weights.iter_mut().zip(mean).zip(square) {
+                    *w -= lr * factors.direction(*w, m, v);
+                }
+            });
         }
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! The trait of an update rule, and the arguments of one call.
 
 use std::fmt::Debug;
-
 use thiserror::Error;
 
 /// The arguments of one update, the same for all elements of the segment.

@@ -1,11 +1,10 @@
 //! An update rule as data: its kind, its hyper-parameters, its states and its measures.
 
-use std::sync::Arc;
-
 use crate::{
     Adafactor, Adam8bit, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Result, Sgd, State,
     Transform, Update, WholeOptimizer,
 };
+use std::sync::Arc;
 
 /// An update rule as data, so that a device can match on it and run a kernel of its own.
 ///

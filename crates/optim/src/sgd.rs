@@ -7,9 +7,8 @@
 //! ```
 //! Weight decay is coupled (L2): it is added to the gradient after clipping, and so enters the momentum.
 
-use meshwork_core::simd::wide;
-
 use crate::{Optimizer, Result, Update};
+use meshwork_core::simd::wide;
 
 /// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none if the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -36,25 +35,19 @@ impl Optimizer for Sgd {
 
         if self.state_names().is_empty() {
             let [] = update.check("sgd without momentum", weights, grads, states)?;
-            wide(
-                #[inline(always)]
-                || {
-                    for (w, &grad) in weights.iter_mut().zip(grads) {
-                        *w -= lr * (grad_scale * grad + decay * *w);
-                    }
-                },
-            );
+            wide!({
+                for (w, &grad) in weights.iter_mut().zip(grads) {
+                    *w -= lr * (grad_scale * grad + decay * *w);
+                }
+            });
         } else {
             let [buffer] = update.check("sgd with momentum", weights, grads, states)?;
-            wide(
-                #[inline(always)]
-                || {
-                    for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
-                        *b = momentum * *b + (grad_scale * grad + decay * *w);
-                        *w -= lr * *b;
-                    }
-                },
-            );
+            wide!({
+                for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
+                    *b = momentum * *b + (grad_scale * grad + decay * *w);
+                    *w -= lr * *b;
+                }
+            });
         }
         Ok(())
     }

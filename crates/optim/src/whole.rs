@@ -1,8 +1,7 @@
 //! The trait of an update rule that needs to know more of a parameter than one element.
 
-use std::fmt::Debug;
-
 use crate::{OptimError, ParamShape, Pass, Result, State, Update};
+use std::fmt::Debug;
 
 /// Consecutive elements of a parameter, counted matrix by matrix, with their gradients, states and measures.
 #[derive(Debug)]

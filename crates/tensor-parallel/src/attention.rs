@@ -4,7 +4,7 @@
 use crate::linear::require_even;
 use crate::{ColumnLinear, Region, RowLinear};
 use meshwork_core::{Axis, Mesh};
-use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, Mask, Rotary};
 use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 
 /// `x + dropout(concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo)`, where `[Q, K, V] = x̂ · Wqkvᵀ + bqkv` and each rank of tp
@@ -38,19 +38,19 @@ impl ParallelAttention {
         })
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. Without `documents` each sequence is one.
-    pub fn forward(
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` are documents, a window or both.
+    pub fn forward<'a>(
         &self,
         tape: &Tape,
         normed: &Var,
         region: Region,
         residual: Option<&Var>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: f32,
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
-        let mixed = qkv.causal_attention(documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        let mixed = qkv.causal_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
 
@@ -124,18 +124,19 @@ impl ParallelGroupedAttention {
         })
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. Without `documents` each sequence is one.
-    pub fn forward(
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` are documents, a window or both.
+    pub fn forward<'a>(
         &self,
         tape: &Tape,
         normed: &Var,
         region: Region,
         residual: Option<&Var>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: f32,
     ) -> Result<Var> {
+        let mask = mask.into();
         let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-            q.grouped_attention(&region.whole_keys(kv)?, rotary, documents, dropout)
+            q.grouped_attention(&region.whole_keys(kv)?, rotary, mask, dropout)
         };
         self.forward_by(tape, normed, region, residual, attend, dropout)
     }

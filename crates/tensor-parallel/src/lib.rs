@@ -10,6 +10,6 @@ mod vocab;
 
 pub use attention::{ParallelAttention, ParallelGroupedAttention};
 pub use linear::{ColumnLinear, RowLinear};
-pub use mlp::{ParallelMlp, ParallelSwiGlu};
+pub use mlp::ParallelMlp;
 pub use region::Region;
 pub use vocab::VocabParallelEmbedding;

@@ -160,11 +160,7 @@ impl Error {
     }
 }
 
-impl From<CommError> for Error {
-    fn from(error: CommError) -> Self {
-        Self::Comm(Box::new(error))
-    }
-}
+meshwork_core::from!(Error: Comm(CommError));
 
 /// Result with this crate's [`Error`], unless another is named: it takes the place of the standard one.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -2,40 +2,25 @@
 
 use std::fmt;
 
-/// The use of a buffer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Category {
-    /// Weights.
-    Parameters,
-    /// Gradients of weights, those on their way to other ranks among them.
-    Gradients,
-    /// States of the optimizer.
-    Optimizer,
-    /// Values that forward keeps for backward, and that either needs while it runs.
-    Activations,
-    /// Messages between stages, weights that are brought together for a while, and copies for an update.
-    Buffers,
-    /// Everything else: batches, sums for reports.
-    #[default]
-    Other,
-}
-
-impl Category {
-    /// All of them, in the order of reports.
-    pub const ALL: [Self; 6] =
-        [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Buffers, Self::Other];
-
-    /// `parameters`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Parameters => "parameters",
-            Self::Gradients => "gradients",
-            Self::Optimizer => "optimizer",
-            Self::Activations => "activations",
-            Self::Buffers => "buffers",
-            Self::Other => "other",
-        }
+meshwork_core::named! {
+    /// The use of a buffer.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Category {
+        /// Weights.
+        Parameters = "parameters",
+        /// Gradients of weights, those on their way to other ranks among them.
+        Gradients = "gradients",
+        /// States of the optimizer.
+        Optimizer = "optimizer",
+        /// Values that forward keeps for backward, and that either needs while it runs.
+        Activations = "activations",
+        /// Messages between stages, weights that are brought together for a while, and copies for an update.
+        Buffers = "buffers",
+        /// Everything else: batches, sums for reports.
+        #[default]
+        Other = "other",
     }
+    name: "`parameters`, ...", ALL: "All of them, in the order of reports."
 }
 
 /// Bytes by category.

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kernel::{self, Pick, Precision, Routing, Selected, Selection};
 use crate::memory::Category;
 use crate::tape::RowBlocks;
-use meshwork_core::{Buffer, DType, HostMemory, Memory};
+use meshwork_core::{Buffer, DType, Memory};
 use std::sync::Arc;
 
 /// A device that tracks shapes and memory, without values.
@@ -51,14 +51,6 @@ struct Phantom {
 impl Memory for Phantom {
     fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
     }
 }
 

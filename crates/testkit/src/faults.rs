@@ -4,12 +4,10 @@
 //! only later. All ranks run the same program; the one named by an [`Injection`] departs from it. The program ends in
 //! a barrier of the whole world, so that no rank can finish when one departed.
 
+use crate::Rng;
+use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp};
 use std::thread;
 use std::time::Duration;
-
-use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp};
-
-use crate::Rng;
 
 /// The deviation of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

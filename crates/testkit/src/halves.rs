@@ -59,20 +59,20 @@ const BLOCKS: RowBlocks = RowBlocks { samples: 1, slices: 1 };
 
 const HEADS: AttentionShape = AttentionShape { batch: 2, seq: 19, heads: 4, head_dim: 8 };
 
-const MASKS: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None };
+const MASKS: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None, window: None, runs: None };
 
 fn grouped(rotary: Option<Rotary>) -> GroupedShape {
     GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..GroupedShape::alone(HEADS) }
 }
 
-fn attend(of: &Operands<'_>, shape: GroupedShape) -> Result<Vec<Buffer>> {
+fn attend(of: &Operands<'_>, shape: GroupedShape, masks: AttentionMasks<'_>) -> Result<Vec<Buffer>> {
     let attention = of.device.attention()?;
     let count = HEADS.batch * HEADS.seq * HEADS.heads * HEADS.head_dim;
     let (q, kv, dout) = (of.get("q", count)?, of.get("kv", count / 4 * 6)?, of.get("dout", count)?);
-    let (out, lse) = attention.grouped(shape, &q, &kv, MASKS)?;
+    let (out, lse) = attention.grouped(shape, &q, &kv, masks)?;
     // Backward from an operand, so that both ways of storage read the same.
     let saved = of.get("out", count)?;
-    let (dq, dkv) = attention.grouped_grad(shape, &dout, &q, &kv, &saved, &lse, MASKS)?;
+    let (dq, dkv) = attention.grouped_grad(shape, &dout, &q, &kv, &saved, &lse, masks)?;
     Ok(vec![out, lse, dq, dkv])
 }
 
@@ -191,8 +191,11 @@ pub const CALLS: &[Call] = &[
         let dqkv = attention.causal_grad(HEADS, &dout, &qkv, &saved, &lse, MASKS)?;
         Ok(vec![out, lse, dqkv])
     }),
-    ("grouped attention", |of| attend(of, grouped(None))),
-    ("rotated attention", |of| attend(of, grouped(Some(Rotary::new(10_000.0))))),
+    ("grouped attention", |of| attend(of, grouped(None), MASKS)),
+    ("rotated attention", |of| attend(of, grouped(Some(Rotary::new(10_000.0))), MASKS)),
+    ("attention of runs within a window", |of| {
+        attend(of, grouped(None), AttentionMasks { window: Some(6), runs: Some(&[10..19, 0..10]), ..MASKS })
+    }),
     // Operands of f32: the device says whether it reads operands of 16 bits as they are.
     ("products", |of| {
         let ([m, n], k) = (of.dims, 70);

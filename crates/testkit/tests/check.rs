@@ -75,7 +75,7 @@ fn a_right_operation_is_reported_with_what_it_accepts() {
 #[test]
 fn a_wrong_output_type_is_found_with_the_right_one() {
     let whole: Rule = |_, operands| {
-        Ok(Types::of(
+        Ok(Types::new(
             &operands[0]
                 .types
                 .iter()

@@ -119,20 +119,4 @@ impl From<CheckpointError> for RankError {
     }
 }
 
-impl From<Fault> for RankError {
-    fn from(fault: Fault) -> Self {
-        Self::Setting(Box::new(fault))
-    }
-}
-
-impl From<CommError> for RankError {
-    fn from(error: CommError) -> Self {
-        Self::Train(error.into())
-    }
-}
-
-impl From<meshwork_tensor::Error> for RankError {
-    fn from(error: meshwork_tensor::Error) -> Self {
-        Self::Train(error.into())
-    }
-}
+meshwork_core::from!(RankError: Setting(Fault), Train(CommError), Train(meshwork_tensor::Error));

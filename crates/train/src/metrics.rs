@@ -8,19 +8,17 @@
 //! ```
 //! JSON has no infinities and no NaN: such a number is written as `null`.
 
-use std::fmt;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
-
+use crate::config::{AXES, Config, Fault};
+use crate::error::OutputError;
 use meshwork_engine::{Offloaded, ReportedStatistic};
 use meshwork_models::experts::{TOKENS, imbalance};
 use meshwork_tensor::{Launches, MemoryUse};
 use serde::de::IgnoredAny;
 use serde::{Serialize, Serializer};
-
-use crate::config::{AXES, Config, Fault};
-use crate::error::OutputError;
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
 
 const WHAT: &str = "metrics";
 

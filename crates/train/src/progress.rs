@@ -2,15 +2,13 @@
 //!
 //! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
 
+use crate::metrics::Step;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, ErrorKind, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
-
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-
-use crate::metrics::Step;
 
 /// Shows the steps of a run on standard output, from a thread of its own: a reader that pauses (a pager, Ctrl-S) must
 /// not hold up the rank that reports.

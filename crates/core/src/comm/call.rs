@@ -1,14 +1,12 @@
 //! A communication call as plain data, and the check that every call passes.
 
-use std::fmt;
-use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
-
 use super::error::CallError;
 use super::reduce_op::ReduceOp;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
 
 /// The operation. Ranks are ranks within the group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,34 +47,21 @@ pub enum Op {
     Barrier,
 }
 
-/// The kind of an [`Op`], without its parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "see the operation of the same name")]
-pub enum OpKind {
-    AllReduce,
-    ReduceScatter,
-    AllGather,
-    Broadcast,
-    AllToAll,
-    Send,
-    Recv,
-    Barrier,
-}
-
-impl OpKind {
-    /// Its name in programs and messages: `all_reduce`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            OpKind::AllReduce => "all_reduce",
-            OpKind::ReduceScatter => "reduce_scatter",
-            OpKind::AllGather => "all_gather",
-            OpKind::Broadcast => "broadcast",
-            OpKind::AllToAll => "all_to_all",
-            OpKind::Send => "send",
-            OpKind::Recv => "recv",
-            OpKind::Barrier => "barrier",
-        }
+crate::named! {
+    /// The kind of an [`Op`], without its parameters.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+    #[expect(missing_docs, reason = "see the operation of the same name")]
+    pub enum OpKind {
+        AllReduce = "all_reduce",
+        ReduceScatter = "reduce_scatter",
+        AllGather = "all_gather",
+        Broadcast = "broadcast",
+        AllToAll = "all_to_all",
+        Send = "send",
+        Recv = "recv",
+        Barrier = "barrier",
     }
+    name: "Its name in programs and messages: `all_reduce`, ..."
 }
 
 impl fmt::Display for OpKind {

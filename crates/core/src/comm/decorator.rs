@@ -1,9 +1,8 @@
 //! Communicators around another one.
 
+use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
 use std::fmt::Debug;
 use std::sync::Arc;
-
-use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
 
 /// A communicator that does something with the calls of an inner one, and passes on everything else.
 pub trait Decorator: Send + Sync + Debug {

@@ -4,13 +4,12 @@
 //! host memory. It exchanges only addresses and moments: a [`Carrier`] queues the work on the devices, and no thread
 //! waits for it there.
 
+use super::ReduceOp;
 use crate::dtype::DType;
 use std::any::Any;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
-
-use super::ReduceOp;
 
 /// A moment in the work of a rank's device: after all work that was queued there before.
 #[derive(Clone, Debug)]

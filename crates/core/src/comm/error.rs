@@ -1,12 +1,11 @@
 //! Errors of communication: a bad call, or a world that stopped.
 
-use std::sync::Arc;
-
 use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
 use crate::buffer::BufferError;
 use crate::dtype::DType;
 use crate::mesh::Mesh;
+use std::sync::Arc;
 
 /// Why a call failed.
 #[derive(Clone, thiserror::Error)]
@@ -80,12 +79,7 @@ pub struct Disagreement {
 }
 
 crate::debug_as_display!(Disagreement);
-
-impl From<Disagreement> for CommError {
-    fn from(found: Disagreement) -> Self {
-        Self::Disagreement(Box::new(found))
-    }
-}
+crate::from!(CommError: Disagreement(Disagreement));
 
 /// Why a call is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,12 +1,10 @@
 //! The fault that stopped a world. Every rank gets the same report.
 
+use super::{Caller, OpInfo, Peer};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-
-use serde::{Deserialize, Serialize};
-
-use super::{Caller, OpInfo, Peer};
 
 /// A place in a program: an operation of one group, seen by one of its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,12 +1,11 @@
 //! A communicator with a log: the interface that programs use.
 
-use std::sync::Arc;
-
 use super::{
     Call, Caller, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, ReductionOrder, world_rank,
 };
 use crate::buffer::{Buffer, BufferError};
 use crate::dtype::{DType, Element};
+use std::sync::Arc;
 
 /// The ranks that this rank talks to, over one mesh axis or several. Cheap to clone.
 ///

@@ -1,12 +1,11 @@
 //! The log of communications, in logical bytes, the same for every backend; and the calls of the program that
 //! communicate.
 
+use super::{Caller, OpKind};
+use crate::dtype::DType;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-use super::{Caller, OpKind};
-use crate::dtype::DType;
 
 /// One call of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,12 +1,10 @@
 //! A rank's membership in its world: its life, its clock, and worlds beside this one.
 
+use super::{Activity, CommError, Communicator, Fault, Group};
+use serde::{Deserialize, Serialize};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use serde::{Deserialize, Serialize};
-
-use super::{Activity, CommError, Communicator, Fault, Group};
 
 /// The membership of one rank in its world, the same behind all of its groups. A backend implements it.
 pub trait Membership: Send + Sync + Debug {

@@ -1,10 +1,9 @@
 //! The handle of an operation in flight.
 
-use std::fmt;
-use std::time::Instant;
-
 use super::{CommError, CommLog};
 use crate::buffer::Buffer;
+use std::fmt;
+use std::time::Instant;
 
 /// The backend's part of a [`Pending`]. Dropping it detaches from the operation, whose memory must stay
 /// owned until it is over.

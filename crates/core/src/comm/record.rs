@@ -4,14 +4,13 @@
 //! holds what that rank would communicate. Every operation is over as soon as it starts and gives its output back
 //! unchanged. Splits are arithmetic, so no other rank is needed.
 
-use std::sync::Arc;
-use std::time::Instant;
-
 use super::{
     Activity, Call, CommError, Communicator, Ended, Membership, OpKind, Pending, PendingOp, ReductionOrder,
     check_members,
 };
 use crate::buffer::Buffer;
+use std::sync::Arc;
+use std::time::Instant;
 
 /// Rank `rank` of a group whose other ranks do not exist. `rank` must be an index of `world_ranks`.
 pub fn communicator(name: &str, rank: usize, world_ranks: Vec<usize>) -> Result<Arc<dyn Communicator>, CommError> {

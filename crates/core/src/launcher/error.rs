@@ -5,48 +5,25 @@ use super::Launcher;
 /// Why a launch cannot be run.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum LaunchError {
     /// A variable is no number.
     #[error("{name} = {value:?}, which {launcher} sets, is not a whole number")]
-    Number {
-        /// Whose variable it is.
-        launcher: Launcher,
-        /// The variable.
-        name: &'static str,
-        /// Its value.
-        value: String,
-    },
+    Number { launcher: Launcher, name: &'static str, value: String },
     /// A variable is not there.
     #[error(
         "some variables of {launcher} are set, and {missing} is not; start the program by the launcher itself, or unset them"
     )]
-    Missing {
-        /// Whose variables they are.
-        launcher: Launcher,
-        /// The names of the variable.
-        missing: String,
-    },
+    Missing { launcher: Launcher, missing: String },
     /// A rank outside its world.
     #[error("rank {rank} of {size} by {launcher}: ranks count from 0 to {}", size.saturating_sub(1))]
-    Outside {
-        /// Who says so.
-        launcher: Launcher,
-        /// The rank.
-        rank: usize,
-        /// Number of ranks.
-        size: usize,
-    },
+    Outside { launcher: Launcher, rank: usize, size: usize },
     /// Two launchers disagree.
     #[error(
         "the environment has the variables of two launchers: {first}, and {second}; start the program by one of them, and unset \
              the variables of the other"
     )]
-    Contradiction {
-        /// The place by the first.
-        first: String,
-        /// The place by the second.
-        second: String,
-    },
+    Contradiction { first: String, second: String },
     /// A program that was started in the launcher's pod of an MPIJob, and not by its `mpirun`.
     #[error(
         "this is the launcher's pod of an MPIJob, and the program was started without mpirun; let its command begin with mpirun"
@@ -56,38 +33,15 @@ pub enum LaunchError {
     #[error(
         "{place}: ranks of several processes communicate by MPI, which this launcher does not start; use {command}"
     )]
-    NeedsMpi {
-        /// The place.
-        place: String,
-        /// The command to use instead.
-        command: String,
-    },
+    NeedsMpi { place: String, command: String },
     /// The ranks of a mesh cannot be shared out evenly.
     #[error(
         "{launcher} started {processes} processes, and a mesh of {ranks} ranks needs a number of them that divides it"
     )]
-    Uneven {
-        /// Who started them.
-        launcher: Launcher,
-        /// How many were started.
-        processes: usize,
-        /// Ranks of the mesh.
-        ranks: usize,
-    },
+    Uneven { launcher: Launcher, processes: usize, ranks: usize },
     /// The processes met as several worlds.
     #[error("{launcher} started {launched} processes, and this one met a world of {met} by {library}: {cause}")]
-    Split {
-        /// Who started them.
-        launcher: Launcher,
-        /// The number of processes that were started.
-        launched: usize,
-        /// The size of the world.
-        met: usize,
-        /// The library.
-        library: String,
-        /// The likely cause, and what to do.
-        cause: &'static str,
-    },
+    Split { launcher: Launcher, launched: usize, met: usize, library: String, cause: &'static str },
 }
 
 crate::debug_as_display!(LaunchError);

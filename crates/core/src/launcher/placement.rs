@@ -3,8 +3,9 @@
 //! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie
 //! inside a process, then inside a host, wherever their degrees allow it and the launcher fills a host before the next.
 
+use crate::axes::Axis;
 use crate::comm::{CommError, Group};
-use crate::mesh::{Axis, Mesh};
+use crate::mesh::Mesh;
 use std::collections::BTreeSet;
 
 /// The process and the host of each rank.

@@ -1,7 +1,6 @@
+use super::*;
 use std::collections::HashSet;
 use std::sync::Barrier;
-
-use super::*;
 
 #[test]
 fn every_item_is_done_once_whoever_shares_and_however_often() {
@@ -11,11 +10,11 @@ fn every_item_is_done_once_whoever_shares_and_however_often() {
             scope.spawn(move || {
                 for round in 0..300 {
                     let mut done = vec![0; 2 + (owner + round) % 40];
-                    pool.share(done.iter_mut().enumerate(), |(i, done)| {
+                    pool.for_each(done.iter_mut().enumerate(), |(i, done)| {
                         *done += i + 1;
                         // Inside an item: serial, on this very thread.
                         let me = thread::current().id();
-                        pool.share(0..3, |_| assert_eq!(thread::current().id(), me));
+                        pool.for_each(0..3, |_| assert_eq!(thread::current().id(), me));
                     });
                     assert!(done.iter().enumerate().all(|(i, done)| *done == i + 1), "{done:?}");
                 }
@@ -31,7 +30,7 @@ fn every_item_is_done_once_whoever_shares_and_however_often() {
 fn free_cores_help() {
     let (pool, meet) = (Pool::start(3), Barrier::new(3));
     let threads = Mutex::new(HashSet::new());
-    pool.share(0..3, |_| {
+    pool.for_each(0..3, |_| {
         meet.wait();
         threads.lock().unwrap().insert(thread::current().id());
     });
@@ -55,7 +54,7 @@ fn a_waiting_rank_lends_its_core() {
             let _core = Core::enter(pool);
             lent.wait();
             let meet = Barrier::new(2);
-            pool.share(0..2, |_| {
+            pool.for_each(0..2, |_| {
                 meet.wait();
             });
             helped.wait();
@@ -70,7 +69,7 @@ fn nobody_helps_where_no_core_is_free() {
     pool.busy.fetch_add(1, Ordering::Relaxed); // another rank, that never waits
     for _ in 0..200 {
         let me = thread::current().id();
-        pool.share(0..50, |_| assert_eq!(thread::current().id(), me));
+        pool.for_each(0..50, |_| assert_eq!(thread::current().id(), me));
     }
 }
 
@@ -81,7 +80,7 @@ fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
         let meet = Barrier::new(3);
         // All three threads are inside; the owner or a helper panics, whichever gets the item.
         let shared = catch_unwind(AssertUnwindSafe(|| {
-            pool.share(0..3, |item| {
+            pool.for_each(0..3, |item| {
                 meet.wait();
                 assert!(item != round % 3, "item {item}");
             });
@@ -90,7 +89,7 @@ fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
         assert_eq!(panic.downcast_ref::<String>(), Some(&format!("item {}", round % 3)));
         assert!(!IN_ITEM.with(Cell::get));
         let sum = AtomicUsize::new(0);
-        pool.share(0..100, |item| {
+        pool.for_each(0..100, |item| {
             sum.fetch_add(item, Ordering::Relaxed);
         });
         assert_eq!(sum.into_inner(), 4950);

@@ -1,12 +1,11 @@
 //! A communicator that records the time that it takes on its rank.
 
-use std::cell::Cell;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
-
 use super::{Class, Detail, Meeting, Recorder, Span};
 use crate::buffer::Buffer;
 use crate::comm::{Call, CommError, Communicator, Decorator, Op, OpKind, Pending, PendingOp};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// `inner`, and every group that is split off it, recording each operation: its start, its flight, and the wait for it.
 pub fn communicator(inner: Arc<dyn Communicator>, recorder: Recorder) -> Arc<dyn Communicator> {

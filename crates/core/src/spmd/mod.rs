@@ -14,7 +14,8 @@
 
 pub mod rules;
 
-use crate::mesh::{Axis, Coords, Mesh};
+use crate::axes::Axis;
+use crate::mesh::{Coords, Mesh};
 use std::fmt;
 
 /// The type of a value over one mesh axis. See the table above.
@@ -92,7 +93,7 @@ impl Types {
     pub const NONE: Types = Types([None; Axis::COUNT]);
 
     /// The given types, nothing on other axes.
-    pub fn of(types: &[(Axis, Ty)]) -> Self {
+    pub fn new(types: &[(Axis, Ty)]) -> Self {
         types.iter().fold(Self::NONE, |all, &(axis, ty)| all.with(axis, ty))
     }
 

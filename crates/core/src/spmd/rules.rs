@@ -10,7 +10,7 @@ pub use dims::{moves_dims, part_of, regroup, reshape, sum_over, transpose};
 pub use elements::{elementwise, product, sample_loss};
 
 use super::{SpmdError, Ty, Types};
-use crate::mesh::Axis;
+use crate::axes::Axis;
 
 /// One operand of an operation.
 #[derive(Clone, Copy, Debug)]

@@ -1,12 +1,10 @@
 //! Every operation gives its result on every rank, with several in flight on two groups and waits in any order.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-
+use super::{check, choice, ranks};
 use meshwork_core::{Block, Buffer, CommError, DType, Group, HostMemory, OpKind, Pending, Recycle, ReduceOp};
 use shuttle::thread;
-
-use super::{check, choice, ranks};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// An operation in flight and what its wait must return.
 struct Started {

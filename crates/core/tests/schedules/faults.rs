@@ -1,17 +1,15 @@
 //! One rank departs from the program: every rank ends, and all of them are told the same.
 
-use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
-
+use super::{NEVER_LATE, check, choice};
 use meshwork_core::comm::thread::{Options, world};
 use meshwork_core::comm::{Activity, Fault, FaultKind};
 use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp, RunError, World};
 use meshwork_testkit::Rng;
 use meshwork_testkit::faults::{Departure, Program, ProgramError};
 use shuttle::thread;
-
-use super::{NEVER_LATE, check, choice};
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// The fault of a failed run, after checking that every rank that was stopped was told this one.
 fn the_fault(error: &RunError) -> &Fault {

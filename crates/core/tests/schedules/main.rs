@@ -12,14 +12,13 @@ mod faults;
 mod planted;
 mod pool;
 
-use std::env;
-use std::sync::Arc;
-
 use meshwork_core::comm::thread::Options;
 use meshwork_core::sync::model::{FOREVER, set_threads};
 use meshwork_core::{CommError, Group, World};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Scheduler};
 use shuttle::{Config, Runner};
+use std::env;
+use std::sync::Arc;
 
 /// Schedules per test. Half of them are random; the other half are of changing priorities.
 const SCHEDULES: &str = "MESHWORK_SCHEDULES";

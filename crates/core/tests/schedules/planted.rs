@@ -1,12 +1,10 @@
 //! Bugs planted in the protocols are found.
 
-use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
+use super::{check_over, ranks};
 use meshwork_core::sync::model::{Bug, plant};
 use meshwork_core::{Buffer, ReduceOp};
-
-use super::{check_over, ranks};
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Schedules in which a bug must come up, some of them in one of a thousand. The first one ends the test.
 const SCHEDULES: usize = 20_000;
@@ -38,7 +36,7 @@ fn a_rank_that_sleeps_after_its_wake_up() {
 
 #[test]
 fn an_owner_that_sleeps_after_its_wake_up() {
-    let said = found(Bug::OwnerSleepsLate, 3, || meshwork_core::pool::share(0..6, |_| ()));
+    let said = found(Bug::OwnerSleepsLate, 3, || meshwork_core::pool::for_each(0..6, |_| ()));
     assert!(said.contains("deadlock"), "{said}");
 }
 

@@ -1,20 +1,18 @@
 //! Shared work: each item is done exactly once, a panic reaches the owner of the job, and a waiting thread lends its
 //! core.
 
+use super::check;
+use meshwork_core::pool::{for_each, is_idle, yield_core};
+use shuttle::sync::Barrier;
+use shuttle::thread;
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use meshwork_core::pool::{is_idle, share, yield_core};
-use shuttle::sync::Barrier;
-use shuttle::thread;
-
-use super::check;
-
 /// Doubles numbers in pieces of two.
 fn double(x: &mut [usize]) {
-    share(x.chunks_mut(2), |part| part.iter_mut().for_each(|x| *x *= 2));
+    for_each(x.chunks_mut(2), |part| part.iter_mut().for_each(|x| *x *= 2));
 }
 
 #[test]
@@ -25,7 +23,7 @@ fn every_item_is_done_once() {
         let mut x: Vec<usize> = (0..10).collect();
         double(&mut x);
         let threads = Mutex::new(HashSet::new());
-        share(x.chunks_mut(2), |part| {
+        for_each(x.chunks_mut(2), |part| {
             threads.lock().unwrap().insert(thread::current().id());
             part.iter_mut().for_each(|x| *x *= 2);
         });
@@ -43,7 +41,7 @@ fn several_threads_share_at_once_and_items_share_again() {
             for owner in 0..3 {
                 scope.spawn(move || {
                     let mut x = [owner; 6];
-                    share(x.chunks_mut(2), double);
+                    for_each(x.chunks_mut(2), double);
                     assert_eq!(x, [2 * owner; 6]);
                 });
             }
@@ -67,7 +65,7 @@ fn a_panic_comes_out_and_the_pool_goes_on() {
         let (done, dropped) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let shared = catch_unwind(AssertUnwindSafe(|| {
             let items: Vec<(usize, Left<'_>)> = (0..6).map(|i| (i, Left(&dropped))).collect();
-            share(items, |(i, _left)| {
+            for_each(items, |(i, _left)| {
                 if i % 3 == 1 {
                     resume_unwind(Box::new(i)); // the second may panic too, on another thread
                 }
@@ -93,7 +91,7 @@ fn a_waiting_thread_lends_its_core_and_takes_it_back() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut x = [1; 4];
-                share(x.chunks_mut(2).enumerate(), |(i, part)| {
+                for_each(x.chunks_mut(2).enumerate(), |(i, part)| {
                     if i == 0 {
                         yield_core(|| lent.wait());
                     }

@@ -1,12 +1,11 @@
 //! Faults between threads: their report, and a rank of the caller's own threads. All kinds of faults are cases of
 //! `conformance`.
 
+use meshwork_core::comm::thread::{Options, world};
+use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
-
-use meshwork_core::comm::thread::{Options, world};
-use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
 
 /// So long that a test which reaches it did not get its error at once.
 const PATIENT: Options = Options { timeout: Duration::from_secs(600) };

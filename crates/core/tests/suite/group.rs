@@ -1,10 +1,9 @@
 //! What [`Group`] adds to a backend: checks, the log, groups of one rank; and the backend that only records.
 
-use std::sync::Arc;
-
 use meshwork_core::comm::record;
-use meshwork_core::{Buffer, CommError, CommLog, DType, Group, HostMemory, Memory, OpKind, Record, ReduceOp};
+use meshwork_core::{Buffer, CommError, CommLog, DType, Group, Memory, OpKind, Record, ReduceOp};
 use meshwork_testkit::run_world;
+use std::sync::Arc;
 
 /// Rank 1 of a `tp` group of four, alone.
 fn recorded() -> Group {
@@ -22,12 +21,6 @@ struct Meta(usize);
 impl Memory for Meta {
     fn bytes(&self) -> usize {
         self.0
-    }
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
     }
 }
 

@@ -1,13 +1,12 @@
 //! Ranks of a mesh and their groups, over threads and recorded.
 
-use std::sync::{Arc, Mutex};
-
 use meshwork_core::World;
 use meshwork_core::comm::thread::Options;
 use meshwork_core::comm::{Membership, record};
 use meshwork_core::{
     Axis, Call, CommError, Communicator, Group, Mesh, Pending, Rank, ReduceOp, ReductionOrder, profile,
 };
+use std::sync::{Arc, Mutex};
 
 fn mesh(text: &str) -> Mesh {
     text.parse().unwrap()

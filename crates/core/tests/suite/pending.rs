@@ -1,9 +1,8 @@
 //! The memory of operations in flight between threads, and who does their work.
 
-use std::sync::{Arc, Mutex};
-
 use meshwork_core::{Block, Buffer, CommError, DType, HostMemory, Recycle, ReduceOp, World};
 use meshwork_testkit::run_world;
+use std::sync::{Arc, Mutex};
 
 #[test]
 fn a_started_bucket_is_done_when_its_last_rank_starts_it() {

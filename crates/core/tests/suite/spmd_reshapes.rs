@@ -69,7 +69,7 @@ fn sound(from: &[usize], old: Cuts<'_>, to: &[usize], new: Cuts<'_>) -> bool {
 
 fn operand(cuts: Cuts<'_>, ndim: usize) -> Operand<'static> {
     let types: Vec<(Axis, Ty)> = cuts.iter().map(|&(axis, dim, _)| (axis, Ty::Shard(dim))).collect();
-    Operand::value("x", Types::of(&types), ndim)
+    Operand::value("x", Types::new(&types), ndim)
 }
 
 fn dim_on(types: Types, axis: Axis) -> usize {

@@ -115,7 +115,7 @@ fn sound(tx: Ty, ty: Ty, tz: Ty, y_dims: usize, f: [fn(i64, i64) -> i64; 3]) -> 
 }
 
 fn operand(name: &str, ty: Ty, ndim: usize) -> Operand<'_> {
-    Operand::value(name, Types::of(&[(Axis::Tp, ty)]), ndim)
+    Operand::value(name, Types::new(&[(Axis::Tp, ty)]), ndim)
 }
 
 fn tp(types: Types) -> Ty {

@@ -6,7 +6,7 @@ use meshwork_core::{Axis, DType, SpmdError, Types};
 
 #[test]
 fn a_signature_tells_types_shapes_and_dtypes_apart_and_reads_back() {
-    let types = Types::of(&[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))]);
+    let types = Types::new(&[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))]);
     let other = types.with(Axis::Tp, Ty::Invariant);
     let of = |types: Types, shape: &[usize]| types.signature(DType::F32, shape);
     assert_eq!(Types::from_signature(of(types, &[2, 3])), types);
@@ -24,7 +24,7 @@ fn the_dual_of_the_dual_is_the_type() {
 
 #[test]
 fn a_loss_that_is_partial_on_dp_is_not_final() {
-    let loss = Types::of(&[(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Partial)]);
+    let loss = Types::new(&[(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Partial)]);
     assert_eq!(
         loss.require_final("loss").unwrap_err().to_string(),
         "loss: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first"
@@ -33,7 +33,7 @@ fn a_loss_that_is_partial_on_dp_is_not_final() {
 }
 
 fn on(ty: Ty) -> Types {
-    Types::of(&[(Axis::Tp, ty)])
+    Types::new(&[(Axis::Tp, ty)])
 }
 
 fn x(ty: Ty) -> Operand<'static> {
@@ -93,11 +93,11 @@ fn the_table_of_sums() {
 
 #[test]
 fn a_parameter_is_read_invariant_only_where_all_else_is() {
-    let types = Types::of(&[(Axis::Tp, R), (Axis::Dp, R)]);
-    let data = Types::of(&[(Axis::Tp, I), (Axis::Dp, S(0))]);
+    let types = Types::new(&[(Axis::Tp, R), (Axis::Dp, R)]);
+    let data = Types::new(&[(Axis::Tp, I), (Axis::Dp, S(0))]);
     let mut operands = [Operand::value("x", data, 3), Operand::parameter("gamma", types, 1)];
     resolve_reads(&mut operands);
-    assert_eq!(operands[1].types, Types::of(&[(Axis::Tp, I), (Axis::Dp, R)]));
+    assert_eq!(operands[1].types, Types::new(&[(Axis::Tp, I), (Axis::Dp, R)]));
     // Without another operand, nothing shows that all ranks do the same work.
     let mut alone = [Operand::parameter("gamma", types, 1)];
     resolve_reads(&mut alone);

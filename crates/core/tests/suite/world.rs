@@ -1,10 +1,9 @@
 //! Worlds that are joined by communicators of threads, and what a process makes before it runs.
 
-use std::thread;
-use std::time::Duration;
-
 use meshwork_core::comm::thread::{Options, world};
 use meshwork_core::{CommError, ReduceOp, World};
+use std::thread;
+use std::time::Duration;
 
 const PATIENT: Options = Options { timeout: Duration::from_secs(600) };
 

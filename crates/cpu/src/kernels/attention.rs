@@ -6,12 +6,13 @@
 //! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
 //! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
 //!
-//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, keys, 2, kv_heads,
-//! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
-//! them. The queries may be [some of the tokens](Keys) that the keys are of. Queries and keys may be [rotated](Angles)
-//! by their positions first.
+//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and
+//! `kv[batch, keys, 2, kv_heads, head_dim]`, where several heads of queries share one head of keys and values; its `dK`
+//! and `dV` are the sums over them. The queries may be [some of the tokens](Keys) that the keys are of, in several
+//! runs. Queries and keys may be [rotated](Angles) by their positions first.
 //!
 //! Sequences may be [packed](Packing) with documents. Each document is computed as if it were a sequence by itself.
+//! With a window blocks of keys that no query of a block sees are not computed.
 //!
 //! # The order of sums
 //!
@@ -22,7 +23,8 @@
 //! - `O`: over the keys, in blocks of 256 from key 0; multiplied at the end by one over the row's total of
 //!   `e^{S - max}`, which is summed in the same order.
 //! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0;
-//!   then over the heads of a group, in the [tree](meshwork_core::tree).
+//!   then over the heads of a group, in the [tree](meshwork_core::tree); then over the runs of queries, one after the
+//!   other.
 //!
 //! Masked elements are skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ` depend
 //! only on its own query and the keys before it, and the bits of a row of `dK` or `dV` only on the queries after it:
@@ -43,9 +45,9 @@
 //! Groups of heads (without groups: heads) are distributed over threads. One thread computes a whole group, and packs
 //! its keys and values once. Forward: panels of queries, as wide as a tile, are multiplied with all keys, with a row of
 //! scores for each key. A vector holds one key's scores of many queries, so that maxima, totals and exponentials need
-//! no sums within a vector. Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that
-//! frequently written memory stays in the L2 cache, however long the sequence is. On the diagonal, both stop at a
-//! tile's edge.
+//! no sums within a vector. One or two queries, as in decoding, have a row each. Backward: over blocks
+//! of 128 keys, and for each over blocks of 128 queries, so that frequently written memory stays in the L2 cache,
+//! however long the sequence is. On the diagonal, both stop at a tile's edge.
 //!
 //! A head's rows are short and far apart, so no CPU prefetches them; loading them from memory would take a third of the
 //! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one head prefetch the
@@ -54,10 +56,10 @@
 
 mod ahead;
 mod backward;
-mod decode;
 mod documents;
 mod forward;
 mod heads;
+mod join;
 mod layout;
 mod rotary;
 mod rows;
@@ -67,12 +69,12 @@ mod stored;
 mod tiles;
 
 use super::dropout::Mask;
-pub use decode::{append, attend};
 pub use documents::{Misplaced, Packing};
 use heads::heads_mut;
+pub use join::join;
 use layout::{Call, Layout};
 use meshwork_core::pool;
-pub use rotary::Angles;
+pub use rotary::{Angles, turn};
 use rows::VECTOR;
 use runs::Runs;
 use std::ops::Range;
@@ -105,20 +107,36 @@ pub struct Dims {
     pub keys: Keys,
 }
 
-/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, and sees the keys
-/// up to its own.
+/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, key j token
+/// `first` + j, and a query sees the keys up to its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// Keys in memory.
     pub count: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first: usize,
+    /// Tokens of a whole sequence.
+    pub sequence: usize,
+}
+
+impl Keys {
+    /// The keys of all tokens, and where queries begin among them.
+    pub fn of(count: usize, first_query: usize) -> Self {
+        Self { count, first_query, first: 0, sequence: count }
+    }
+
+    /// The tokens that they are.
+    pub fn tokens(&self) -> Range<usize> {
+        self.first..self.first + self.count
+    }
 }
 
 impl Dims {
     /// `[batch, seq, heads, head_dim]`, with a key for each query.
     pub fn of([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
-        Self { batch, seq, heads, head_dim, keys: Keys { count: seq, first_query: 0 } }
+        Self { batch, seq, heads, head_dim, keys: Keys::of(seq, 0) }
     }
 
     /// The tokens that the queries are.
@@ -159,6 +177,10 @@ pub struct Masks<'a> {
     pub dropout: Option<Dropout>,
     /// The documents of each sequence.
     pub packing: Option<&'a Packing>,
+    /// Keys that a query sees at most, its own and those before it.
+    pub window: Option<usize>,
+    /// The tokens that the queries are, in runs, if they are not those from `first_query` on.
+    pub runs: Option<&'a [Range<usize>]>,
 }
 
 impl Dropout {
@@ -166,7 +188,7 @@ impl Dropout {
     fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
         let sample = self.first_sample + sample as u64;
         let head = self.first_head + head as u64;
-        (sample * self.global_heads + head) * (dims.keys.count * dims.keys.count) as u64
+        (sample * self.global_heads + head) * (dims.keys.sequence * dims.keys.sequence) as u64
     }
 }
 
@@ -221,10 +243,14 @@ fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], 
     let Call { dims, groups, layout, .. } = *call;
     call.check();
     let (read, used) = (call.as_read::<S>(), groups.used(dims));
+    if call.hides_all_keys() {
+        out.fill(S::zeroed());
+        lse.fill(T::NEG_INFINITY);
+    }
     let outputs = heads_mut::<1, S>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
     let outputs = outputs.zip(lse.chunks_mut((groups.size * dims.seq).max(1)));
     let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
-    pool::share(items, |((group, ([mut out], lse)), next)| {
+    pool::for_each(items, |((group, ([mut out], lse)), next)| {
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.queries.range(), 0));
             let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
@@ -278,8 +304,11 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     let used = groups.used(dims);
     // No query of this call reads the other heads and keys.
-    if used < kv_heads || dims.queries() != (0..keys.count) {
+    if used < kv_heads || masks.runs.is_some() || dims.queries() != (0..keys.count) {
         dkv.fill(S::zeroed());
+    }
+    if call.hides_all_keys() {
+        dq.fill(S::zeroed());
     }
     let read = (0..batch).flat_map(|_| 0..kv_heads).map(move |head| (first..first + used).contains(&head));
     let of_kv = heads_mut::<2, S>(dkv, [batch, keys.count, kv_heads, head_dim]).zip(read);
@@ -301,7 +330,7 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call.check();
     let read = call.as_read::<S>();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
-    pool::share(items, |((group, mut gradients), next)| {
+    pool::for_each(items, |((group, mut gradients), next)| {
         let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
@@ -315,12 +344,25 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
                 Placed { rows: of_queries.len, from: &dout[o..], row: layout.out.row, width: wide },
             ];
             let [dq, dk, dv] = gradients.each_mut();
-            let gradients = [dq.part(of_queries.range(), 0), dk.part(of_keys.range(), 0), dv.part(of_keys.range(), 0)];
+            // A later run of queries adds to what the runs before it have written.
+            let each = of_keys.len * dims.head_dim;
+            let mut share = rows.later.then(|| vec![S::zeroed(); 2 * each]);
+            let [k, v] = match &mut share {
+                None => [dk.part(of_keys.range(), 0), dv.part(of_keys.range(), 0)],
+                Some(share) => {
+                    let (k, v) = share.split_at_mut(each);
+                    [k, v].map(|rows| heads::RowsMut::new(rows, dims.head_dim))
+                }
+            };
+            let (of_part, to_next) = ([dq.part(of_queries.range(), 0), k, v], to_next.filter(|_| !rows.later));
             stored::read(operands, |operands| {
-                stored::write(gradients, |gradients| {
+                stored::write(of_part, |gradients| {
                     backward::part(&read, (group, rows), operands, lse, gradients, to_next);
                 });
             });
+            for (to, share) in [dk, dv].into_iter().zip(share.iter().flat_map(|share| share.chunks(each))) {
+                stored::add(share, to.part(of_keys.range(), 0));
+            }
         }
     });
 }
@@ -328,6 +370,12 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
 /// A range cut into pieces of `len`; the last one may be shorter.
 fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(len).map(move |start| start..range.end.min(start + len))
+}
+
+/// A range cut at the multiples of `len`.
+fn aligned(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let blocks = range.start / len..range.end.div_ceil(len);
+    blocks.map(move |block| range.start.max(block * len)..range.end.min((block + 1) * len))
 }
 
 /// A range cut into the smallest number of pieces of at most `height`, all of about the same length.

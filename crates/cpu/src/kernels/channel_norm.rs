@@ -7,9 +7,8 @@
 //!
 //! All rows of one call belong to one block; `mean` and `rstd` are per channel. Sums *add* to the output.
 
-use super::Float;
 use super::pointwise::assert_rows;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 /// The statistics of a block, per channel.
 #[derive(Clone, Copy, Debug)]

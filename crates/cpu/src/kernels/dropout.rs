@@ -1,8 +1,7 @@
 //! Dropout whose mask does not depend on the mesh: element `i` of the *global* tensor, in row-major order, is kept
 //! when `uniform(key, i) >= p` and is then scaled by `1 / (1 - p)`, whichever rank holds it.
 
-use super::Float;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 use meshwork_tensor::kernel::DropoutMask;
 use meshwork_tensor::random::{Key, fill_uniform};
 

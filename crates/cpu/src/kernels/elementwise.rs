@@ -4,9 +4,8 @@
 //! 1.5e-7 in f32. `tanh` has a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within
 //! `2e-7 max(1, |x|)`.
 
-use super::Float;
 use super::pointwise::for_rows;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Map, Zip};
 
 /// `out = f(x)`. Overwrites.

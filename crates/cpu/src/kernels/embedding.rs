@@ -4,10 +4,9 @@
 //! number. Ids outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the
 //! shards is the whole lookup; the caller must check that ids are in the vocabulary.
 
-use super::Float;
 use super::pointwise::{add_assign, bias, bias_backward};
-use super::round::{Loaded, Stored, read};
-use std::ops::Range;
+use super::prelude::*;
+use super::round::{Loaded, read};
 
 /// `out[i, h] = table[ids[i] - first_row, h]`, zeros for ids outside. Overwrites `out[ids, h]`.
 pub fn lookup<T: Float>(ids: &[i32], table: Loaded<'_, T>, first_row: usize, h: usize, out: Stored<'_, T>) {

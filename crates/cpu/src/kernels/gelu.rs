@@ -4,10 +4,8 @@
 //! exponential and one division are enough, with no cancellation in the tails. In f32 the value is within `1.5e-7
 //! max(1, |x|)` of the exact tanh form and the derivative within 3e-7.
 
-use super::Float;
 use super::pointwise::assert_rows;
-use super::round::Stored;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 /// `out = gelu(x)`. Overwrites.
 pub fn gelu<T: Float>(x: &[T], out: &mut [T]) {

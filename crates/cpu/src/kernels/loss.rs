@@ -8,9 +8,7 @@
 //! loss, [`forward`], is the same with one shard, where nothing needs rescaling. If the vocabulary is sharded, the
 //! caller must check that targets are in the vocabulary, because a single shard cannot.
 
-use super::Float;
-use super::reduce;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 use meshwork_tensor::kernel::VocabShard;
 
 /// The column of a target, if it is in this shard.

@@ -17,16 +17,14 @@ mod tests;
 pub use super::update::{Strides, Update};
 pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
-use super::Float;
 use super::gemm::{self, Elements, Finish as _, PackedPart, Path, Right};
-use super::round::Stored;
+use super::prelude::*;
 use super::traits::{Product, Routine, Sums};
 use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
-use meshwork_core::{Block, pool};
+use meshwork_core::Block;
 use meshwork_tensor::Precision;
 use std::borrow::Cow;
-use std::cell::RefCell;
 use std::thread::LocalKey;
 
 /// An operand of a product: a matrix with these (row, column) strides.
@@ -37,6 +35,19 @@ pub enum MatmulOperand<'a, T> {
     /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in
     /// [`Precision::Bf16`], which give the same bits with the operand in full.
     Rounded(&'a [bf16], Strides),
+}
+
+/// The factors of a product `A · B` for `[m, n, k]`, `A` being m by k and `B` k by n.
+#[derive(Clone, Copy, Debug)]
+pub struct Factors<'a, T> {
+    /// How the product rounds them.
+    pub precision: Precision,
+    /// `[m, n, k]`.
+    pub dims: [usize; 3],
+    /// The left one.
+    pub a: MatmulOperand<'a, T>,
+    /// The right one.
+    pub b: MatmulOperand<'a, T>,
 }
 
 /// An operation on the elements of a C with contiguous rows, executed as soon as they are complete, while they are in
@@ -55,31 +66,13 @@ pub enum Epilogue<'a, T> {
     Swiglu(Stored<'a, T>),
 }
 
-/// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
+/// `C = A · B` or `C += A · B`, on this thread.
 ///
 /// Panics if an operand is shorter than its dims and strides require, if an operand is stored rounded but the product
 /// does not round, or if elements of `C` overlap or have gaps along both rows and columns. With `k = 0` the product is
 /// zero.
-pub fn gemm<T: Float>(
-    dims: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: (&mut [T], Strides),
-    update: Update,
-) {
-    gemm_in(Precision::F32, dims, a, b, c, update);
-}
-
-/// [`gemm`] in a precision.
-pub fn gemm_in<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: (&mut [T], Strides),
-    update: Update,
-) {
-    serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
+pub fn gemm<T: Float>(factors: Factors<'_, T>, c: (&mut [T], Strides), update: Update) {
+    serial(factors, None, c, update, Epilogue::Nothing);
 }
 
 /// Products with fewer multiplications are not shared: at 50 per ns they take 80 µs, of which waking a thread and
@@ -101,44 +94,27 @@ const BLOCKS: usize = 4;
 /// With fewer rows of C, reading a packed B per block does not pay.
 const ROWS: usize = 28;
 
-/// [`gemm_in`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
+/// [`gemm`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
 ///
 /// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of
 /// it. If B is too large for the cache, its columns and terms are processed in parts.
-pub fn gemm_shared<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: &mut [T],
-    update: Update,
-    epilogue: Epilogue<'_, T>,
-) {
+pub fn gemm_shared<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Update, epilogue: Epilogue<'_, T>) {
+    let [m, n, k] = factors.dims;
     if few_rows::few(m) {
-        return few_rows::product(precision, [m, n, k], a, b, c, update, epilogue);
+        return few_rows::product(factors, c, update, epilogue);
     }
     let threads = pool::threads();
     if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
-        serial(precision, [m, n, k], a, Source::Strided(b), (c, (n, 1)), update, epilogue);
+        serial(factors, None, (c, (n, 1)), update, epilogue);
     } else {
-        cut(threads, precision, [m, n, k], a, b, c, update, epilogue);
+        cut(threads, factors, c, update, epilogue);
     }
 }
 
 /// [`gemm_shared`] for a product of at least one element and term, cut for `threads` threads.
-#[expect(clippy::too_many_arguments, reason = "those of the product, and one")]
-fn cut<T: Float>(
-    threads: usize,
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: &mut [T],
-    update: Update,
-    mut epilogue: Epilogue<'_, T>,
-) {
-    a.check("A", [m, k], precision);
-    b.check("B", [k, n], precision);
+fn cut<T: Float>(threads: usize, factors: Factors<'_, T>, c: &mut [T], update: Update, mut epilogue: Epilogue<'_, T>) {
+    factors.check();
+    let Factors { precision, dims: [m, n, k], a, b } = factors;
     assert_inside("C", m, n, (n, 1), c.len());
     epilogue.check(m, n, n);
     let path = T::path(precision);
@@ -150,18 +126,16 @@ fn cut<T: Float>(
         for (l, terms) in parts(k, terms) {
             let update = if l > 0 { Update::Accumulate } else { update };
             let b = b.from(l, j);
-            let b = match path {
-                Some(path) => {
-                    packed.dims = [terms, columns];
-                    pool::share(packed.parts(path), |part| pack(precision, path, b, part));
-                    Source::Packed(&packed)
-                }
-                None => Source::Strided(b),
-            };
+            let packed = path.map(|path| {
+                packed.dims = [terms, columns];
+                pool::for_each(packed.parts(path), |part| pack(precision, path, b, part));
+                &packed
+            });
             let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
-            pool::share(blocks.enumerate(), |(block, (c, epilogue))| {
+            pool::for_each(blocks.enumerate(), |(block, (c, epilogue))| {
                 let dims = [c.len() / n, columns, terms];
-                serial(precision, dims, a.from(block * rows, l), b, (&mut c[j..], (n, 1)), update, epilogue);
+                let factors = Factors { precision, dims, a: a.from(block * rows, l), b };
+                serial(factors, packed, (&mut c[j..], (n, 1)), update, epilogue);
             });
         }
     }
@@ -238,6 +212,15 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
             MatmulOperand::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
             MatmulOperand::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
         }
+    }
+}
+
+impl<T: Float> Factors<'_, T> {
+    /// Panics unless both fit the dims and the precision.
+    fn check(self) {
+        let Factors { precision, dims: [m, n, k], a, b } = self;
+        a.check("A", [m, k], precision);
+        b.check("B", [k, n], precision);
     }
 }
 
@@ -323,33 +306,21 @@ fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (pi
     unsafe { gemm::pack(path, b.elements(), piece, to.as_mut_ptr()) }
 }
 
-/// A right operand.
-#[derive(Clone, Copy)]
-enum Source<'a, T> {
-    Strided(MatmulOperand<'a, T>),
-    /// Packed, if there is a path.
-    Packed(&'a Packed),
-}
-
-/// The product on this thread, checked.
+/// The product on this thread, checked; B may also be packed, if there is a path.
 fn serial<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: Source<'_, T>,
+    factors: Factors<'_, T>,
+    packed: Option<&Packed>,
     c: (&mut [T], Strides),
     update: Update,
     mut epilogue: Epilogue<'_, T>,
 ) {
-    a.check("A", [m, k], precision);
+    let Factors { precision, dims: [m, n, k], a, b } = factors;
+    factors.check();
     assert_inside("C", m, n, c.1, c.0.len());
     assert_apart(m, n, c.1);
-    match b {
-        Source::Strided(b) => b.check("B", [k, n], precision),
-        Source::Packed(Packed { dims, .. }) => assert_eq!(*dims, [k, n], "B: dims of the packed one"),
-    }
+    assert!(packed.is_none_or(|packed| packed.dims == [k, n]), "B: dims of the packed one");
     epilogue.check(m, n, c.1.0);
-    let by_rows_only = matches!(b, Source::Packed(_)) || !matches!(epilogue, Epilogue::Nothing);
+    let by_rows_only = packed.is_some() || !matches!(epilogue, Epilogue::Nothing);
     assert!(c.1.1 == 1 || !by_rows_only, "C: its rows are not contiguous beside a packed B or an epilogue");
     let (c, finish) = ((c.0.as_mut_ptr(), c.1), epilogue.raw());
     // SAFETY: `assert_inside` compared each operand's farthest element with its slice, so every access is in bounds,
@@ -358,18 +329,13 @@ fn serial<T: Float>(
     // and the CPU runs it; a packed B was filled for that path, or is dense.
     unsafe {
         if let Some(path) = T::path(precision) {
-            let b = match b {
-                Source::Strided(b) => {
-                    let (start, strides) = b.elements();
-                    Right::Strided(start, strides)
-                }
-                Source::Packed(b) => Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims),
-            };
+            let (start, strides) = b.elements();
+            let b = packed
+                .map_or(Right::Strided(start, strides), |b| Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims));
             let c = (c.0.cast(), c.1);
             return gemm::product(path, [m, n, k], a.elements(), b, c, update, finish.cast());
         }
-        let Source::Strided(b) = b else { unreachable!("a B packed for no path") };
-        portable(precision, [m, n, k], a, b, c, update);
+        portable(factors, c, update);
         finish.rows((c.0, c.1.0), (0, m), (0, n));
     }
 }
@@ -379,14 +345,8 @@ fn serial<T: Float>(
 /// # Safety
 /// A and B lie inside their slices. C with its (row, column) strides must be valid for writing the whole matrix, and
 /// all strides fit isize; no two elements of C may share memory, nor C with A or B.
-unsafe fn portable<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    (c, c_strides): (*mut T, Strides),
-    update: Update,
-) {
+unsafe fn portable<T: Float>(factors: Factors<'_, T>, (c, c_strides): (*mut T, Strides), update: Update) {
+    let Factors { precision, dims: [m, n, k], a, b } = factors;
     let (a_slice, b_slice) = (a.in_precision(precision), b.in_precision(precision));
     let beta = if update == Update::Accumulate { T::ONE } else { T::ZERO };
     let [[a_row, a_column], [b_row, b_column], [c_row, c_column]] =

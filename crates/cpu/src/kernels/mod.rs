@@ -53,6 +53,14 @@ mod update;
 pub mod windows;
 pub mod zeros;
 
+/// Items that most kernels use.
+mod prelude {
+    pub(super) use super::round::Stored;
+    pub(super) use super::{Float, reduce};
+    pub(super) use meshwork_core::{pool, simd::wide};
+    pub(super) use std::{cell::RefCell, ops::Range};
+}
+
 #[cfg(test)]
 mod oracle;
 

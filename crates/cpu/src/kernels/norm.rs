@@ -9,18 +9,16 @@
 //!
 //! `n` is the length of `gain`; the number of rows is the length of `rstd`.
 
-use super::Float;
 use super::matmul::Update;
+use super::prelude::*;
 use super::reduce::{sum, sums};
-use super::round::Stored;
-use meshwork_core::simd::wide;
 
 /// Number of rows that go through each step together, so that no row waits for the sums, square root and divisions of
 /// the previous one; few enough to stay in the L1 cache.
 const TOGETHER: usize = 8;
 
-/// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three. What is not centred has an
-/// empty shift and an empty mean.
+/// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three. What is not centred has
+/// an empty shift and an empty mean.
 pub fn forward<const CENTRED: bool, T: Float>(
     x: &[T],
     [gain, shift]: [&[T]; 2],

@@ -1,6 +1,6 @@
 //! Helpers for the tests of all kernels: data, tolerances, and gradients by finite differences.
 
-use super::Float;
+use super::prelude::*;
 use meshwork_tensor::random::{fill_normal, key};
 
 /// Standard normal values, the same for the same name; a prefix of a longer draw.

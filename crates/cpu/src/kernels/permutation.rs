@@ -1,9 +1,7 @@
 //! Rows moved by integers, and their weighted sums. Choices, positions and slots are defined at
 //! [`kernel::Permutation`](meshwork_tensor::kernel::Permutation).
 
-use super::{Float, reduce};
-use meshwork_core::simd::wide;
-use std::ops::Range;
+use super::prelude::*;
 
 /// Adds the numbers of choices of each id in `ids` to `counts`.
 pub fn counts(choices: &[i32], ids: &Range<usize>, counts: &mut [i32]) {

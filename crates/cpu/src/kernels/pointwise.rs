@@ -1,7 +1,6 @@
 //! Elementwise sums and products, biases and their gradients. Each element is one fixed expression of its inputs.
 
-use super::Float;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 /// `out = a + b`. Overwrites.
 pub fn add<T: Float>(a: &[T], b: &[T], out: &mut [T]) {

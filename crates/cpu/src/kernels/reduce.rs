@@ -5,8 +5,7 @@
 //! another in f64, and the total is rounded once. The order depends only on the row's length, the loop vectorises, and
 //! the error stays below 68 rounding errors of the element type, however long the row.
 
-use super::Float;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 const BLOCK: usize = 1024;
 const LANES: usize = 16;

@@ -3,9 +3,7 @@
 //! A sum runs over its terms in order, in f64, and is rounded once: its bits depend only on its terms, not on other
 //! elements.
 
-use super::{Float, reduce};
-use meshwork_core::simd::wide;
-use std::ops::Range;
+use super::prelude::*;
 
 /// `out[o, i] = scale Σ_e x[o, e, i]` over a range of the middle dim, which has `extent` elements. Overwrites.
 pub fn sum<T: Float>(x: &[T], extent: usize, inner: usize, range: Range<usize>, scale: f64, out: &mut [T]) {

@@ -3,8 +3,7 @@
 //! Backward only needs to know which elements are above 0: one bit per element (Gist, Jain et al. 2018, "binarize"),
 //! the first of eight elements in the lowest bit of a byte.
 
-use super::Float;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 /// Elements per byte of bits.
 pub const PER_BYTE: usize = u8::BITS as usize;

@@ -6,16 +6,13 @@
 //! round their operands anyway, and rounding twice changes nothing: an operand rounded when stored gives the same bits
 //! as one rounded when read.
 
-use super::Float;
 use super::gemm;
+use super::prelude::*;
 use super::traits::Narrow;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use meshwork_core::Block;
-use meshwork_core::simd::wide;
 use std::borrow::Cow;
-use std::cell::RefCell;
-use std::ops::Range;
 
 /// Number of elements computed at a time before they are rounded; they stay in the L1 cache.
 const PIECE: usize = 256;

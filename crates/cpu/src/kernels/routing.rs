@@ -1,7 +1,7 @@
 //! Routers: the choice of experts, its weights, and losses and measures of balance. All functions work on single tokens
 //! or one sample; for the definitions see [`kernel::Routing`](meshwork_tensor::kernel::Routing).
 
-use super::Float;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Draw, Pick, Selection};
 use meshwork_tensor::random;
 

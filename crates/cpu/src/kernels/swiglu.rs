@@ -3,10 +3,8 @@
 //! `silu(x) = x σ(x)` with the logistic function `σ(x) = 1/(1 + e^(-x))`. In f32 the value of silu is within
 //! `1.5e-7 max(1, |x|)` of the exact one and its derivative within 3e-7.
 
-use super::Float;
 use super::elementwise::sigmoid;
-use super::round::Stored;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 
 /// `out[i] = silu(x[2i]) · x[2i + 1]`. Overwrites.
 pub fn swiglu<T: Float>(x: &[T], out: Stored<'_, T>) {

@@ -1,9 +1,9 @@
 //! The parts of [`Float`](super::Float) that depend on a type's width: conversions and products.
 
 use super::gemm::Path;
+use super::prelude::*;
 use meshwork_core::{bf16, f16};
 use meshwork_tensor::Precision;
-use std::cell::RefCell;
 use std::thread::LocalKey;
 
 /// Conversions between a type that kernels compute in and floats of 16 bits. Only `f32` has them; others panic.

@@ -4,10 +4,8 @@
 //! beyond the edges are cut off a run, and zero in the patch. Sums into a pixel run over the windows that contain it,
 //! row by row: the order depends only on the windows' extents.
 
-use super::Float;
-use meshwork_core::simd::wide;
+use super::prelude::*;
 use meshwork_tensor::kernel::Windows;
-use std::ops::Range;
 
 /// One row of a window that overlaps the image.
 struct Run {

@@ -1,6 +1,7 @@
 //! The addresses that reductions of several ranks take.
 
-use crate::driver::{Address, Driver, DriverError, Stream};
+use super::prelude::*;
+use crate::driver::{Driver, DriverError, Stream};
 use std::collections::{HashMap, VecDeque};
 
 /// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in

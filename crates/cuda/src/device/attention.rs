@@ -1,3 +1,7 @@
+//! Attention: which kernels a call gets, and their arguments, for each run of queries.
+//!
+//! More than 400 lines: both directions, in the CPU's order of sums and on tensor cores.
+
 use super::documents::Packed;
 use super::launch::{Operand, Operands, launch};
 use super::rotary::TurnedRows;
@@ -5,8 +9,9 @@ use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise, TurnedHeads};
 use meshwork_tensor::{Device, Result, Work};
+use std::ops::Range;
 
 const OP: &str = "attention";
 
@@ -43,6 +48,13 @@ impl Heads {
     }
 }
 
+impl Heads {
+    /// The same for the queries of a run.
+    fn after(&self, run: &Run, dtype: DType) -> Self {
+        Self { q: self.q.offset(dtype.size() * run.row * self.q_row), ..*self }
+    }
+}
+
 impl Operand for &Heads {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         self.q.add_to(operands)?;
@@ -62,7 +74,28 @@ struct Call<'a> {
     flash: bool,
 }
 
+/// Queries of a call that are one run of tokens: their first row, and the tokens.
+struct Run {
+    row: usize,
+    tokens: Range<usize>,
+}
+
 impl Call<'_> {
+    fn runs(&self) -> impl Iterator<Item = Run> {
+        let runs = self.masks.runs(self.shape).into_iter();
+        runs.scan(0, |row, tokens| Some(Run { row: std::mem::replace(row, *row + tokens.len()), tokens }))
+    }
+
+    /// Positions that a token here may have.
+    fn known(&self) -> usize {
+        self.runs().map(|run| run.tokens.end).fold(self.shape.sequence, usize::max)
+    }
+
+    /// Elements from the first query to those of a run.
+    fn skipped(&self, run: &Run) -> usize {
+        run.row * self.shape.queries.heads * self.shape.queries.head_dim
+    }
+
     /// The type of the kernels' operands.
     fn dtype(&self) -> DType {
         if self.flash { DType::Bf16 } else { DType::F32 }
@@ -76,24 +109,26 @@ impl Call<'_> {
 }
 
 /// Queries, and keys with their values, as rows that are rotated.
-fn turned_rows<'a>(shape: &GroupedShape, packed: Option<&'a Packed>) -> [TurnedRows<'a>; 2] {
-    let AttentionShape { heads, head_dim, .. } = shape.queries;
-    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.positions)];
-    let (tokens, kv_heads) = (shape.tokens(), shape.kv_heads);
+fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
+    let (GroupedShape { queries, kv_heads, .. }, packed) = (call.shape, call.packed);
+    let AttentionShape { batch, heads, head_dim, .. } = queries;
+    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.of_keys)];
+    let (runs, all) = (call.masks.runs(call.shape), std::iter::once(call.shape.key_tokens()).collect());
     [
-        TurnedRows { row: heads * head_dim, heads, tokens, positions: of_queries },
-        TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, tokens: 0..shape.keys, positions: of_keys },
+        TurnedRows { row: heads * head_dim, heads, head_dim, batch, runs, positions: of_queries },
+        TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, head_dim, batch, runs: all, positions: of_keys },
     ]
 }
 
 impl CudaDevice {
     /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
-    /// sums, and know queries of all tokens.
+    /// sums, and know documents only where there are keys of all tokens.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
-        let flash = fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        let known = packed.is_none() || shape.keys == shape.sequence;
+        let flash = fast && known && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
         Call { shape, masks, packed, flash }
     }
 
@@ -103,18 +138,22 @@ impl CudaDevice {
         if of == DType::Bf16 { self.aligned(OP, &x) } else { Ok(x) }
     }
 
-    /// The arguments at the end of all kernels of a call.
-    fn ending(&self, call: &Call<'_>, heads: &Heads) -> Result<Vec<Argument>> {
-        let GroupedShape { queries, keys, first_query, .. } = call.shape;
-        let AttentionShape { seq, heads: count, head_dim, .. } = queries;
+    /// The arguments at the end of all kernels of a run of queries.
+    fn ending(&self, call: &Call<'_>, run: &Run, heads: &Heads) -> Result<Vec<Argument>> {
+        let GroupedShape { queries, keys, first_key, sequence, .. } = call.shape;
+        let AttentionShape { seq: rows, heads: count, head_dim, .. } = queries;
+        let (seq, first_query) = (run.tokens.len(), run.tokens.start - first_key);
+        let window = call.masks.window.unwrap_or(run.tokens.end).min(run.tokens.end);
         if head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
         }
         let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
         args.extend([Argument::from(head_dim as i32), ((1.0 / (head_dim as f64).sqrt()) as f32).into()]);
         let firsts = self.place_or_none(OP, call.packed.and_then(|packed| packed.firsts.as_ref()))?;
+        let tokens = [keys, first_query, rows, window].map(Argument::from);
         if call.flash {
             args.push(firsts);
+            args.extend(tokens);
             return Ok(args);
         }
         let dropout = call.masks.dropout.copied();
@@ -123,7 +162,9 @@ impl CudaDevice {
         args.extend(key.map(Argument::from));
         args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
         args.extend(places.map(|place| Argument::from(place as i64)));
-        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into(), keys.into(), first_query.into()]);
+        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
+        args.extend(tokens);
+        args.extend([first_key, sequence].map(Argument::from));
         Ok(args)
     }
 
@@ -142,50 +183,128 @@ impl CudaDevice {
         Ok(dots)
     }
 
+    /// The gradient of the output in the type of the kernels, and its dots with the output. Counts the operations.
+    fn read_back(&self, call: &Call<'_>, [dout, out]: [&Buffer; 2]) -> Result<[Buffer; 2]> {
+        self.meter().add_flops(Work::Attention, call.shape.backward_flops(&call.masks));
+        let dots = self.dots(call.shape.queries, [dout, out], call.flash)?;
+        Ok([self.loaded(dout, call.dtype())?, dots])
+    }
+
     /// Queries, and keys with values, in the type of the kernels, after the rotation of queries and keys.
     fn turned(&self, call: &Call<'_>, q: &Buffer, kv: &Buffer) -> Result<[Buffer; 2]> {
-        let Call { shape, packed, .. } = call;
-        let Some(rotary) = shape.rotary else {
+        let Some(rotary) = call.shape.rotary else {
             return Ok([self.loaded(q, call.dtype())?, self.loaded(kv, call.dtype())?]);
         };
         // They are rotated in bf16 where tensor cores read them and they have it, and otherwise in f32.
         let of = if call.flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
-        let [of_queries, of_keys] = turned_rows(shape, *packed);
-        let (q, kv) = (self.rotated(rotary, shape, q, &of_queries)?, self.rotated(rotary, shape, kv, &of_keys)?);
+        let ([of_queries, of_keys], known) = (turned_rows(call), call.known());
+        let (q, kv) = (self.rotated(rotary, known, q, &of_queries)?, self.rotated(rotary, known, kv, &of_keys)?);
         Ok([self.loaded(&q, call.dtype())?, self.loaded(&kv, call.dtype())?])
     }
 
     /// The result, in the type `dtype`, and the logarithm of the sum of each row.
     fn attend(&self, call: &Call<'_>, heads: &Heads, dtype: DType) -> Result<(Buffer, Buffer)> {
         let AttentionShape { batch, seq, heads: count, head_dim } = call.shape.queries;
-        let ending = self.ending(call, heads)?;
-        self.meter().add_flops(Work::Attention, call.shape.forward_flops());
+        self.meter().add_flops(Work::Attention, call.shape.forward_flops(&call.masks));
         let lse = self.alloc(DType::F32, batch * count * seq)?;
         let out = self.room(call.dtype(), dtype, batch * seq * count * head_dim)?;
         let flash = ["flash_forward_64", "flash_forward_128"];
         let kernel = call.kernel(flash, ["attention_forward_64", "attention_forward_128"]);
-        launch!(self, OP, kernel, [batch * count, seq]; heads, &out, &lse, ending)?;
+        let (out_at, lse_at) = (self.place(OP, &out)?, self.place(OP, &lse)?);
+        for run in call.runs() {
+            let out_at = out_at.offset(call.dtype().size() * call.skipped(&run));
+            let (lse_at, heads) = (lse_at.offset(DType::F32.size() * run.row), heads.after(&run, call.dtype()));
+            let ending = self.ending(call, &run, &heads)?;
+            launch!(self, OP, kernel, [batch * count, run.tokens.len()]; &heads, out_at, lse_at, ending)?;
+        }
         Ok((self.settled(out, dtype)?, lse))
     }
 
-    /// Writes the gradients of queries, and of keys and values where `into` has them: on tensor cores summed over each
-    /// group, else of each head of queries.
-    fn attend_back(&self, call: &Call<'_>, heads: &Heads, [dout, out, lse]: [&Buffer; 3], into: &Heads) -> Result<()> {
-        let AttentionShape { batch, seq, heads: count, .. } = call.shape.queries;
-        let ending = self.ending(call, heads)?;
-        self.meter().add_flops(Work::Attention, call.shape.backward_flops());
-        let dots = self.dots(call.shape.queries, [dout, out], call.flash)?;
-        let dout = &self.loaded(dout, call.dtype())?;
+    /// Writes the gradients of the queries of a run, and of keys and values where `into` has them: on tensor cores
+    /// summed over each group, else of each head of queries. `dout` has the type of the kernels.
+    fn attend_back(
+        &self,
+        call: &Call<'_>,
+        run: &Run,
+        heads: &Heads,
+        [dout, lse, dots]: [&Buffer; 3],
+        into: &Heads,
+    ) -> Result<()> {
+        let AttentionShape { batch, heads: count, .. } = call.shape.queries;
+        let dout = self.place(OP, dout)?.offset(call.dtype().size() * call.skipped(run));
+        let [lse, dots] =
+            [self.place(OP, lse)?, self.place(OP, dots)?].map(|at| at.offset(DType::F32.size() * run.row));
+        let (heads, into) = (heads.after(run, call.dtype()), into.after(run, call.dtype()));
+        let ending = self.ending(call, run, &heads)?;
         let flash = ["flash_backward_q_64", "flash_backward_q_128"];
         let kernel = call.kernel(flash, ["attention_backward_q_64", "attention_backward_q_128"]);
-        launch!(self, OP, kernel, [batch * count, seq]; heads, dout, lse, &dots, into.q, into.q_row, &ending[..])?;
+        launch!(self, OP, kernel, [batch * count, run.tokens.len()];
+            &heads, dout, lse, dots, into.q, into.q_row, &ending[..]
+        )?;
         let flash = ["flash_backward_kv_64", "flash_backward_kv_128"];
         let kernel = call.kernel(flash, ["attention_backward_kv_64", "attention_backward_kv_128"]);
         let items = batch * count / if call.flash { heads.group } else { 1 };
         launch!(self, OP, kernel, [items, call.shape.keys];
-            heads, dout, lse, &dots, into.k, into.v, into.kv_row, &ending[..]
+            &heads, dout, lse, dots, into.k, into.v, into.kv_row, &ending[..]
         )
+    }
+
+    /// The gradients of keys and values from the queries of a run; those of the queries are written to `q`. What of the
+    /// heads of keys and values no head here reads is zero.
+    fn gradients_of(
+        &self,
+        call: &Call<'_>,
+        run: &Run,
+        of: &Heads,
+        saved: [&Buffer; 3],
+        (q, dtype, count): (Address, DType, usize),
+    ) -> Result<Buffer> {
+        let GroupedShape { queries, keys, group, kv_heads, first_kv_head, rotary, .. } = call.shape;
+        let AttentionShape { batch, heads, head_dim, .. } = queries;
+        let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
+        let ([_, of_keys], known) = (turned_rows(call), call.known());
+        // The share of a later run is no result, and the meter does not count it.
+        let room = |of| if run.row == 0 { self.room(of, dtype, count) } else { self.scratch(of, count) };
+        if call.flash && dtype == DType::Bf16 {
+            let mut dkv = room(dtype)?;
+            self.zero(&mut dkv, 0..count)?;
+            let into = Heads::grouped(q, self.place(OP, &dkv)?, call.shape, dtype);
+            self.attend_back(call, run, of, saved, &into)?;
+            if let Some(rotary) = rotary {
+                self.turned_back(rotary, known, (into.k, dtype), &of_keys)?;
+            }
+            return Ok(dkv);
+        }
+        let mut dkv = room(DType::F32)?;
+        // On tensor cores of each head of keys and values, else of each head of queries, before a group is summed.
+        let (of_heads, of_group, first) = if call.flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
+        let each = rows * of_heads * head_dim;
+        let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
+        if call.flash {
+            let mut half = self.scratch(DType::Bf16, 2 * each)?;
+            self.zero(&mut half, 0..2 * each)?;
+            let k = self.place(OP, &half)?;
+            let v = k.offset(DType::Bf16.size() * each);
+            self.attend_back(call, run, of, saved, &Heads { q, q_row: width, k, v, kv_row: kv_width, ..*of })?;
+            self.cast_into(&half.slice(0..each)?, &mut dk, 0)?;
+            self.cast_into(&half.slice(each..2 * each)?, &mut dv, 0)?;
+        } else {
+            let [k, v] = [self.place(OP, &dk)?, self.place(OP, &dv)?];
+            self.attend_back(call, run, of, saved, &Heads { q, q_row: width, k, v, kv_row: width, ..*of })?;
+        }
+        if let Some(rotary) = rotary {
+            let of_k = TurnedRows { row: of_heads * head_dim, heads: of_heads, ..of_keys };
+            self.turned_back(rotary, known, (self.place(OP, &dk)?, DType::F32), &of_k)?;
+        }
+        self.zero(&mut dkv, 0..count)?;
+        let to = self.place_mut(OP, &mut dkv)?;
+        for (from, to) in [(&dk, to), (&dv, to.offset(4 * kv_width))] {
+            launch!(self, OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0];
+                from, to, 2 * kv_width, rows, of_heads, of_group, first, head_dim
+            )?;
+        }
+        if run.row == 0 { self.settled(dkv, dtype) } else { self.read_as(&dkv, dtype) }
     }
 }
 
@@ -217,7 +336,9 @@ impl Attention for CudaDevice {
         let (read, dqkv) = (self.loaded(qkv, call.dtype())?, self.room(call.dtype(), qkv.dtype(), qkv.count())?);
         let [heads, into] =
             [self.place(OP, &read)?, self.place(OP, &dqkv)?].map(|at| Heads::fused(at, shape, call.dtype()));
-        self.attend_back(&call, &heads, [dout, out, lse], &into)?;
+        let saved = self.read_back(&call, [dout, out])?;
+        let whole = Run { row: 0, tokens: 0..shape.seq };
+        self.attend_back(&call, &whole, &heads, [&saved[0], lse, &saved[1]], &into)?;
         self.settled(dqkv, qkv.dtype())
     }
 
@@ -236,8 +357,14 @@ impl Attention for CudaDevice {
         self.attend(&call, &heads, q.dtype())
     }
 
-    fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
-        self.decoded(shape, q, kv, cache)
+    fn turn(&self, of: TurnedHeads, x: &Buffer) -> Result<Buffer> {
+        self.f32s(OP, &[x])?;
+        let TurnedHeads { rotary, seq, first, all, heads, head_dim } = of;
+        let row = all * head_dim;
+        let (batch, runs) = (x.count() / (seq * row).max(1), std::iter::once(first..first + seq).collect());
+        let rows = TurnedRows { row, heads, head_dim, batch, runs, positions: None };
+        // More angles than are needed now, so that the table is not written for each token.
+        self.rotated(rotary, (first + seq).next_power_of_two(), x, &rows)
     }
 
     fn grouped_grad(
@@ -251,60 +378,51 @@ impl Attention for CudaDevice {
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[dout, q, kv, out])?;
-        let GroupedShape { queries, keys, group, kv_heads, first_kv_head, rotary, .. } = shape;
-        let AttentionShape { batch, heads, head_dim, .. } = queries;
-        let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
-        let (dtype, saved) = (q.dtype(), [dout, out, lse]);
-        let packed = self.packed(shape, masks)?;
+        let (dtype, packed) = (q.dtype(), self.packed(shape, masks)?);
         let call = self.call(shape, masks, packed.as_ref());
-        let [of_queries, of_keys] = turned_rows(&shape, call.packed);
-        let ([read_q, read_kv], count) = (self.turned(&call, q, kv)?, kv.count());
+        let [read_q, read_kv] = self.turned(&call, q, kv)?;
         let of = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
-        // Heads of keys and values that no head here reads have zeros as their gradients.
-        if call.flash && dtype == DType::Bf16 {
-            let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, count)?);
-            self.zero(&mut dkv, 0..count)?;
-            let into = Heads::grouped(self.place(OP, &dq)?, self.place(OP, &dkv)?, shape, dtype);
-            self.attend_back(&call, &of, saved, &into)?;
-            if let Some(rotary) = rotary {
-                self.turned_back(rotary, &shape, (into.q, dtype), &of_queries)?;
-                self.turned_back(rotary, &shape, (into.k, dtype), &of_keys)?;
-            }
-            return Ok((dq, dkv));
+        let saved = self.read_back(&call, [dout, out])?;
+        let saved = [&saved[0], lse, &saved[1]];
+        let of_kernels = self.room(call.dtype(), dtype, q.count())?;
+        let (at, mut sum) = (self.place(OP, &of_kernels)?, None);
+        for run in call.runs() {
+            let share = self.gradients_of(&call, &run, &of, saved, (at, dtype, kv.count()))?;
+            sum = Some(match sum {
+                None => share,
+                Some(mut sum) => {
+                    self.add_assign(&mut sum, 0, &share)?;
+                    sum
+                }
+            });
         }
-        let mut dq = self.room(DType::F32, dtype, q.count())?;
-        let mut dkv = self.room(DType::F32, dtype, count)?;
-        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before
-        // a group is summed.
-        let (of_heads, of_group, first) = if call.flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
-        let each = rows * of_heads * head_dim;
-        let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
-        if call.flash {
-            let half_dq = self.scratch(DType::Bf16, q.count())?;
-            let mut half = self.scratch(DType::Bf16, 2 * each)?;
-            self.zero(&mut half, 0..2 * each)?;
-            let (q, k) = (self.place(OP, &half_dq)?, self.place(OP, &half)?);
-            let v = k.offset(DType::Bf16.size() * each);
-            self.attend_back(&call, &of, saved, &Heads { q, q_row: width, k, v, kv_row: kv_width, ..of })?;
-            self.cast_into(&half_dq, &mut dq, 0)?;
-            self.cast_into(&half.slice(0..each)?, &mut dk, 0)?;
-            self.cast_into(&half.slice(each..2 * each)?, &mut dv, 0)?;
-        } else {
-            let [q, k, v] = [self.place(OP, &dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?];
-            self.attend_back(&call, &of, saved, &Heads { q, q_row: width, k, v, kv_row: width, ..of })?;
+        // Gradients of queries turn back in f32, unless they have bf16.
+        let wide = call.flash && dtype != DType::Bf16;
+        let mut dq = of_kernels;
+        if wide {
+            let halves = std::mem::replace(&mut dq, self.room(DType::F32, dtype, q.count())?);
+            self.cast_into(&halves, &mut dq, 0)?;
         }
-        if let Some(rotary) = rotary {
-            self.turned_back(rotary, &shape, (self.place_mut(OP, &mut dq)?, DType::F32), &of_queries)?;
-            let of_k = TurnedRows { row: of_heads * head_dim, heads: of_heads, ..of_keys };
-            self.turned_back(rotary, &shape, (self.place(OP, &dk)?, DType::F32), &of_k)?;
+        if let Some(rotary) = shape.rotary {
+            let of_type = dq.dtype();
+            let at = self.place_mut(OP, &mut dq)?;
+            self.turned_back(rotary, call.known(), (at, of_type), &turned_rows(&call)[0])?;
         }
-        self.zero(&mut dkv, 0..count)?;
-        let to = self.place_mut(OP, &mut dkv)?;
-        for (from, to) in [(&dk, to), (&dv, to.offset(4 * kv_width))] {
-            launch!(self, OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0];
-                from, to, 2 * kv_width, rows, of_heads, of_group, first, head_dim
-            )?;
-        }
-        Ok((self.settled(dq, dtype)?, self.settled(dkv, dtype)?))
+        let dkv = sum.map_or_else(|| self.alloc(dtype, kv.count()), Ok)?;
+        Ok((self.settled(dq, dtype)?, dkv))
+    }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        self.f32s(OP, &[out, lse, part, part_lse])?;
+        let (AttentionShape { seq, heads, head_dim, .. }, count, rows) = (shape, out.count(), lse.count());
+        launch!(self, OP, "attention_join", [count, 0]; part, &*lse, part_lse, &mut *out, count, seq, heads, head_dim)?;
+        launch!(self, OP, "attention_join_lse", [rows, 0]; part_lse, &mut *lse, rows)
     }
 }

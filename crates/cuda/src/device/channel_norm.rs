@@ -1,8 +1,6 @@
-use super::{CudaDevice, launch::launch, rows::Cut};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
+use super::rows::Cut;
 use meshwork_tensor::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Device, Result};
 
 const OP: &str = "channel_norm";
 

@@ -1,39 +1,25 @@
 //! Faults that kernels find in integers. The host gets them when it next waits.
 
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
-use meshwork_core::Buffer;
-use meshwork_tensor::{Error, Result};
+use super::prelude::*;
 
-/// The operation that checks.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Checked {
-    Embedding,
-    CrossEntropy,
-    Sort,
-    Documents,
-    Gather,
-    Message,
+meshwork_core::named! {
+    /// The operation that checks.
+    #[derive(Clone, Copy, Debug)]
+    pub(super) enum Checked {
+        Embedding = "embedding",
+        CrossEntropy = "cross_entropy",
+        Sort = "sort",
+        Documents = "attention",
+        Gather = "gather",
+        Message = "unpack",
+    }
+    name: "The operation.", ALL: "All, by their numbers."
 }
 
 impl Checked {
-    const ALL: [Self; 6] =
-        [Self::Embedding, Self::CrossEntropy, Self::Sort, Self::Documents, Self::Gather, Self::Message];
-
-    fn op(self) -> &'static str {
-        match self {
-            Self::Embedding => "embedding",
-            Self::CrossEntropy => "cross_entropy",
-            Self::Sort => "sort",
-            Self::Documents => "attention",
-            Self::Gather => "gather",
-            Self::Message => "unpack",
-        }
-    }
-
     /// The CPU's error, from the first wrong place, the number there, and the limit.
     fn error(self, [_, at, found, limit]: Found) -> Error {
-        let op = self.op();
+        let op = self.name();
         let problem = match self {
             Self::Embedding | Self::CrossEntropy => {
                 return Error::Id { op, id: found as i32, at: at as usize, vocab: limit as usize };
@@ -79,6 +65,6 @@ impl CudaDevice {
     /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless `masked`.
     pub(super) fn check_ids(&self, checked: Checked, ids: &Buffer, limit: usize, masked: bool) -> Result<()> {
         let (found, count) = (self.fault_of(checked), ids.count());
-        launch!(self, checked.op(), "check_ids", [usize::from(count > 0), 1]; ids, limit, masked, found, count)
+        launch!(self, checked.name(), "check_ids", [usize::from(count > 0), 1]; ids, limit, masked, found, count)
     }
 }

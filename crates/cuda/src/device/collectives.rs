@@ -9,11 +9,12 @@
 //! Where they do not, the sources of a reduction are copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
-use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
+use super::prelude::*;
+use crate::driver::{Argument, Driver, DriverError, Event, Reach, Remote};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, WorkPiece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 impl Carrier for Pool {
     fn moment(&self) -> Result<u64, String> {

@@ -1,16 +1,13 @@
 //! The device's [`Compression`]: messages and feedback with the CPU's bytes.
 
-use super::{CudaDevice, checked::Checked, launch::launch};
-use crate::driver::Address;
+use super::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::wire::HEADER;
 use meshwork_compress::{
     Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, Packed, PowerSgd, Rounding,
     Scheme, Shape, Sparse, Values, header, wire_bytes,
 };
-use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_tensor::kernel::{Compression, Layout, Optim, Pointwise};
-use meshwork_tensor::{Device, Error, Result};
 
 const POWERSGD: &str = "powersgd";
 

@@ -1,6 +1,4 @@
-use super::CudaDevice;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 
 const OP: &str = "map";

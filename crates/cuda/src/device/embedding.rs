@@ -1,9 +1,6 @@
-use super::{CudaDevice, checked::Checked, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_kernels::TABLE_ROWS;
 use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
-use meshwork_tensor::{Device, Result};
-use std::ops::Range;
 
 impl CudaDevice {
     /// The places of ids of some rows, sorted by buckets of [`TABLE_ROWS`] ids and in order within each, and the end of

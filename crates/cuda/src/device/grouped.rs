@@ -1,11 +1,7 @@
-use super::{CudaDevice, Products, launch::launch};
-use crate::driver::{Address, Operand, Product};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
+use crate::driver::{Operand, Product};
 use meshwork_kernels::GROUPED_ROWS;
-use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
-use meshwork_tensor::tape::Terms;
-use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "grouped_linear";
 

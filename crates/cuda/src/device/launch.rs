@@ -4,11 +4,9 @@
 //! A kernel of f32 may have forms for other types, chosen by the type of the first operand: `NAME_16` for bf16 and f16,
 //! and `NAME_f64`. If a table ends with `f16`, the launch appends the flag that tells the two 16-bit types apart.
 
-use super::CudaDevice;
-use crate::driver::{Address, Argument};
-use meshwork_core::{Buffer, BufferError, DType};
+use super::prelude::*;
+use crate::driver::Argument;
 use meshwork_kernels::{Kernel, Type};
-use meshwork_tensor::{Device, Error, Result};
 
 /// Queues a kernel for `[items, width]` of its geometry: `launch!(device, OP, "kernel", [items, width]; x, &y, count)`.
 macro_rules! launch {

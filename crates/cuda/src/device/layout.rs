@@ -1,9 +1,5 @@
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
-use meshwork_core::Buffer;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Layout, check_copy};
-use meshwork_tensor::{Device, Result};
-use std::ops::Range;
 
 /// Rows in memory.
 #[derive(Clone, Copy)]

@@ -1,7 +1,5 @@
-use super::{CudaDevice, checked::Checked, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::{Loss, VocabShard};
-use meshwork_tensor::{Device, Result};
 
 const OP: &str = "cross_entropy";
 

@@ -1,11 +1,6 @@
-use super::{CudaDevice, Products, launch::launch};
+use super::prelude::*;
 use crate::driver::{Operand, Product};
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, Matmul, Pointwise};
-use meshwork_tensor::tape::Terms;
-use meshwork_tensor::{Device, Result, Work};
-use std::ops::Range;
 
 const OP: &str = "matmul";
 

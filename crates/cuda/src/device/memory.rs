@@ -5,13 +5,14 @@
 //! keeps an event for which this stream must wait.
 
 use super::address_tables::AddressTables;
+use super::prelude::*;
 use super::room::Room;
-use crate::driver::{Address, Driver, DriverError, Event, Stream};
+use crate::driver::{Driver, DriverError, Event, Stream};
+use meshwork_core::Memory;
 use meshwork_core::comm::device::DevicePlace;
-use meshwork_core::{HostMemory, Memory};
-use meshwork_tensor::{Category, Error, Meter};
+use meshwork_tensor::{Category, Meter};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, MutexGuard, OnceLock};
 
 /// Sizes of blocks are multiples of this many bytes.
 const UNIT: usize = 256;
@@ -192,14 +193,6 @@ impl DeviceMemory {
 impl Memory for DeviceMemory {
     fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
     }
 
     fn on_device(&self) -> Option<DevicePlace> {

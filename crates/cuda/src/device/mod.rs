@@ -10,7 +10,6 @@ mod channel_norm;
 mod checked;
 mod collectives;
 mod compression;
-mod decode;
 mod documents;
 mod elementwise;
 mod embedding;
@@ -35,6 +34,19 @@ mod tables;
 mod vectors;
 mod whole;
 mod windows;
+
+/// Items that most kernels use.
+mod prelude {
+    pub(super) use super::checked::Checked;
+    pub(super) use super::launch::{Operand, Operands, launch};
+    pub(super) use super::{CudaDevice, Products};
+    pub(super) use crate::driver::Address;
+    pub(super) use meshwork_core::{Buffer, BufferError, DType};
+    pub(super) use meshwork_tensor::tape::{RowBlocks, Terms};
+    pub(super) use meshwork_tensor::{Device, Error, Precision, Result, Work};
+    pub(super) use std::ops::Range;
+    pub(super) use std::sync::{Mutex, PoisonError};
+}
 
 use crate::driver::{Address, Argument, BIAS_ALIGNED, Driver, DriverError};
 use crate::tuning::{Tuning, fitting};

@@ -1,9 +1,7 @@
 //! Vectors packed without their zeros.
 
-use super::{CudaDevice, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_kernels::NONZERO_CHUNK;
-use meshwork_tensor::{Device, Result};
 
 const OP: &str = "nonzeros";
 

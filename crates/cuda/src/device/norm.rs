@@ -1,9 +1,6 @@
-use super::{CudaDevice, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_kernels::NORM_WIDTH;
 use meshwork_tensor::kernel::Norm;
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Device, Result};
 
 impl Norm for CudaDevice {
     fn layer_norm(

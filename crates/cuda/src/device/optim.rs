@@ -1,13 +1,9 @@
+use super::prelude::*;
 use super::vectors::{Vector, Vectors};
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
 use meshwork_core::exact::LIMBS;
-use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE, UPDATE_PIECE};
 use meshwork_optim::{AdamWFactors, OnHost, OptimError, Rule, Update};
 use meshwork_tensor::kernel::{FlatParts, Optim};
-use meshwork_tensor::{Device, Error, Result};
-use std::ops::Range;
 
 /// Rules that have kernels.
 const RULES: &str = "adamw, sgd, lamb, adafactor, muon or adam8bit";

@@ -1,9 +1,5 @@
-use super::{CudaDevice, checked::Checked, launch::launch};
-use crate::driver::Address;
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::{Choices, Permutation};
-use meshwork_tensor::{Device, Result};
-use std::ops::Range;
 
 /// The cut of choices into parts, one per warp.
 #[derive(Clone, Copy, Debug)]

@@ -4,12 +4,10 @@
 //! A copy starts after the work queued so far in the compute stream. The compute stream continues concurrently until
 //! `wait` is called; the host never waits.
 
-use super::CudaDevice;
 use super::memory::{Origin, Pool};
-use crate::driver::{Address, Event, Work};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
+use crate::driver::{Event, Work};
 use meshwork_tensor::pinned::Pinned;
-use meshwork_tensor::{Error, Result};
 
 const OP: &str = "offload";
 

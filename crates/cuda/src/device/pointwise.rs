@@ -1,8 +1,5 @@
-use super::{CudaDevice, launch::Operand, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::{DropoutMask, Layout, Pointwise};
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Device, Result};
 
 impl CudaDevice {
     /// The result of a kernel over the elements of `inputs`, in their type. The kernel takes `rest` behind the number

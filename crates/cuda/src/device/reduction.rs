@@ -1,8 +1,5 @@
-use super::{CudaDevice, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::Reduction;
-use meshwork_tensor::tape::Terms;
-use meshwork_tensor::{Device, Result};
 
 impl Reduction for CudaDevice {
     fn sum(&self, x: &Buffer, [outer, extent, inner]: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {

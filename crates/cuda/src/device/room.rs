@@ -1,7 +1,8 @@
 //! The pinned memory of a rank as one room of bytes.
 
-use crate::driver::{Address, DriverError, Result};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use super::prelude::*;
+use crate::driver::{DriverError, Result};
+use std::sync::MutexGuard;
 
 /// Blocks of pinned memory, one behind the other. Room that grows gets one more.
 #[derive(Debug, Default)]

@@ -1,24 +1,47 @@
 //! The angles by which queries and keys are rotated.
 
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
-use meshwork_tensor::kernel::{GroupedShape, Layout, Rotary};
-use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use super::prelude::*;
+use meshwork_tensor::kernel::{Layout, Rotary};
+
+const OP: &str = "rotary";
 
 /// The angles that were last used, `[positions, 2, head_dim / 2]`: all layers of a model share them.
 #[derive(Debug, Default)]
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 /// Rows of heads that are rotated: `row` elements from one to the next, of which the first `heads` heads turn by
-/// `positions`, or by the tokens that the rows of a sequence are.
+/// `positions`, or by the tokens that the rows of each of `batch` sequences are, in runs.
 pub(super) struct TurnedRows<'a> {
     pub(super) row: usize,
     pub(super) heads: usize,
-    pub(super) tokens: Range<usize>,
+    pub(super) head_dim: usize,
+    pub(super) batch: usize,
+    pub(super) runs: Vec<Range<usize>>,
     pub(super) positions: Option<&'a Buffer>,
+}
+
+/// Rows of one launch, and the position of the first where there are no positions. It begins anew with each sequence
+/// of `seq` rows.
+struct Piece {
+    rows: Range<usize>,
+    seq: usize,
+    first: usize,
+}
+
+impl TurnedRows<'_> {
+    fn pieces(&self) -> Vec<Piece> {
+        let seq: usize = self.runs.iter().map(|run| run.len()).sum();
+        if self.positions.is_some() || self.runs.len() == 1 {
+            return vec![Piece { rows: 0..self.batch * seq, seq, first: self.runs.first().map_or(0, |run| run.start) }];
+        }
+        let of_sample = |sample: usize| {
+            self.runs.iter().scan(sample * seq, |row, run| {
+                let begin = std::mem::replace(row, *row + run.len());
+                Some(Piece { rows: begin..*row, seq: run.len(), first: run.start })
+            })
+        };
+        (0..self.batch).flat_map(of_sample).collect()
+    }
 }
 
 impl CudaDevice {
@@ -40,31 +63,21 @@ impl CudaDevice {
         Ok(angles)
     }
 
-    /// The angles of all tokens that an attention knows, from those of the first of `rows` on where there are no
-    /// positions.
-    fn place_angles(&self, rotary: Rotary, shape: &GroupedShape, rows: &TurnedRows<'_>) -> Result<(Buffer, Address)> {
-        let head_dim = shape.queries.head_dim;
-        let angles = self.angles(rotary, shape.keys.max(shape.tokens().end), head_dim)?;
-        let first = if rows.positions.is_some() { 0 } else { rows.tokens.start };
-        let at = self.place("rotary", &angles)?.offset(angles.dtype().size() * first * head_dim);
-        Ok((angles, at))
-    }
-
-    /// A copy of `x` with the first heads of each row rotated.
-    pub(super) fn rotated(
-        &self,
-        rotary: Rotary,
-        shape: &GroupedShape,
-        x: &Buffer,
-        of: &TurnedRows<'_>,
-    ) -> Result<Buffer> {
-        let op = "rotary";
-        let (_angles, angles) = self.place_angles(rotary, shape, of)?;
+    /// A copy of `x` with the first heads of each row rotated by the angles of `known` positions.
+    pub(super) fn rotated(&self, rotary: Rotary, known: usize, x: &Buffer, of: &TurnedRows<'_>) -> Result<Buffer> {
         let mut to = self.scratch(x.dtype(), x.count())?;
         self.copy_into(x, 0..x.count(), &mut to, 0)?;
-        let (rows, head_dim) = (x.count() / of.row.max(1), shape.queries.head_dim);
-        launch!(self, op, "rotary_forward", [rows * of.heads, head_dim / 2];
-            x, of.row, angles, of.positions, &mut to, of.row, rows, of.tokens.len(), of.heads, head_dim
+        let (kernel, angles) = (["rotary_forward", "rotary_forward_16"], self.angles(rotary, known, of.head_dim)?);
+        let at = self.place_mut(OP, &mut to)?;
+        self.turn_pieces(
+            of,
+            |this, piece, angles_at, positions| {
+                let (at, rows) = (at.offset(x.dtype().size() * piece.rows.start * of.row), piece.rows.len());
+                launch!(this, OP, kernel[usize::from(x.dtype().is_half())], [rows * of.heads, of.head_dim / 2];
+                    at, of.row, angles_at, positions, at, of.row, rows, piece.seq, of.heads, of.head_dim
+                )
+            },
+            &angles,
         )?;
         Ok(to)
     }
@@ -73,17 +86,33 @@ impl CudaDevice {
     pub(super) fn turned_back(
         &self,
         rotary: Rotary,
-        shape: &GroupedShape,
+        known: usize,
         (x, dtype): (Address, DType),
         of: &TurnedRows<'_>,
     ) -> Result<()> {
-        let op = "rotary";
-        let (_angles, angles) = self.place_angles(rotary, shape, of)?;
-        let kernel = if dtype == DType::Bf16 { "rotary_backward_16" } else { "rotary_backward" };
-        let (seq, head_dim) = (of.tokens.len(), shape.queries.head_dim);
-        let rows = shape.queries.batch * seq;
-        launch!(self, op, kernel, [rows * of.heads, head_dim / 2];
-            x, of.row, angles, of.positions, rows, seq, of.heads, head_dim
+        let (kernel, angles) = (["rotary_backward", "rotary_backward_16"], self.angles(rotary, known, of.head_dim)?);
+        self.turn_pieces(
+            of,
+            |this, piece, angles_at, positions| {
+                let (at, rows) = (x.offset(dtype.size() * piece.rows.start * of.row), piece.rows.len());
+                launch!(this, OP, kernel[usize::from(dtype.is_half())], [rows * of.heads, of.head_dim / 2];
+                    at, of.row, angles_at, positions, rows, piece.seq, of.heads, of.head_dim
+                )
+            },
+            &angles,
         )
+    }
+
+    fn turn_pieces(
+        &self,
+        of: &TurnedRows<'_>,
+        turn: impl Fn(&Self, &Piece, Address, Option<&Buffer>) -> Result<()>,
+        angles: &Buffer,
+    ) -> Result<()> {
+        let at = self.place(OP, angles)?;
+        of.pieces().iter().try_for_each(|piece| {
+            let first = if of.positions.is_some() { 0 } else { piece.first };
+            turn(self, piece, at.offset(angles.dtype().size() * first * of.head_dim), of.positions)
+        })
     }
 }

@@ -1,7 +1,5 @@
-use super::{CudaDevice, launch::launch};
-use meshwork_core::{Buffer, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::{Draw, DropoutMask, Optim, Pick, Routing, Selected, Selection};
-use meshwork_tensor::{Device, Error, Result};
 
 /// Most experts that a warp can choose from: 64 bits for each of its lanes.
 const MAX_EXPERTS: usize = 2048;

@@ -1,13 +1,9 @@
 //! Cuts of rows for sums over rows: computed once, and cached on the device.
 
-use super::{CudaDevice, launch::launch, memory::Origin};
-use crate::driver::Address;
-use meshwork_core::{Buffer, DType};
+use super::memory::Origin;
+use super::prelude::*;
 use meshwork_kernels::RowParts;
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Device, Result};
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 /// The cached cuts, by the number of rows and their blocks.
 #[derive(Debug, Default)]

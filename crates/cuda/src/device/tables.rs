@@ -2,11 +2,8 @@
 //! a step does not wait for copies that were made before, and its work is the same as in the step before
 //! ([`crate::replay`]).
 
-use super::CudaDevice;
-use meshwork_core::Buffer;
-use meshwork_tensor::Result;
+use super::prelude::*;
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 /// Number of cached tables. When there are more, the cache is cleared, and recurring tables are uploaded again.
 const MOST: usize = 4096;

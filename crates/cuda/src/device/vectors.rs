@@ -1,11 +1,7 @@
 //! Many vectors in one launch: the table of addresses for such kernels (`vectors.cuh`), which is
 //! [cached](CudaDevice::kept) across steps.
 
-use super::CudaDevice;
-use super::launch::{Operand, Operands};
-use crate::driver::Address;
-use meshwork_core::Buffer;
-use meshwork_tensor::Result;
+use super::prelude::*;
 
 /// A vector of a launch.
 #[derive(Debug)]

@@ -3,15 +3,11 @@
 //! Elements are numbered run by run; a table on the device says where each lies. A rule's measures of
 //! elements are written to scratch memory, and then added up for each set.
 
-use super::launch::{Operand, Operands, launch};
-use super::{CudaDevice, vectors::Vector};
-use crate::driver::Address;
+use super::prelude::*;
+use super::vectors::Vector;
 use meshwork_core::exact::LIMBS;
-use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Adam8bit, AdamWFactors, Lamb, LambFactors, Over, ParamShape, Pass, Rule};
-use meshwork_tensor::Result;
 use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
-use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "update";
 

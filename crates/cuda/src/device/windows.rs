@@ -1,7 +1,5 @@
-use super::{CudaDevice, launch::launch};
-use meshwork_core::{Buffer, BufferError, DType};
+use super::prelude::*;
 use meshwork_tensor::kernel::{Window, Windows};
-use meshwork_tensor::{Device, Result};
 
 /// The extents, as arguments of the kernels in `windows.cu`.
 fn extents(windows: Windows) -> [usize; 9] {

@@ -346,8 +346,10 @@ fn tensor_cores_have_the_attention_that_rounds_and_drops_nothing() {
     ] {
         let Some(driver) = emulator(Order::AsQueued) else { return };
         let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
-        let (shape, masks) =
-            (AttentionShape { batch: 1, seq: 3, heads: 2, head_dim }, AttentionMasks { dropout, documents: None });
+        let (shape, masks) = (
+            AttentionShape { batch: 1, seq: 3, heads: 2, head_dim },
+            AttentionMasks { dropout, ..AttentionMasks::default() },
+        );
         driver.note_launches();
         let qkv = device.zeros(DType::F32, 18 * head_dim).unwrap();
         let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();

@@ -361,7 +361,8 @@ fn products_and_attention_have_the_cpus_bits() {
         let width = shape.batch * shape.seq * shape.heads * shape.head_dim;
         let (qkv, dout) = (values("qkv", 3 * width), values("dout", width));
         same("attention", |device, up| {
-            let (of, qkv, masks) = (device.attention()?, up(&qkv), AttentionMasks { dropout, documents: None });
+            let (of, qkv, masks) =
+                (device.attention()?, up(&qkv), AttentionMasks { dropout, ..AttentionMasks::default() });
             let (out, lse) = of.causal(shape, &qkv, masks)?;
             let dqkv = of.causal_grad(shape, &up(&dout), &qkv, &out, &lse, masks)?;
             Ok(vec![out, lse, dqkv])
@@ -410,7 +411,7 @@ fn attention_within_documents_has_the_cpus_bits() {
             let of = device.attention()?;
             let [q, kv, qkv, dout, positions] = [&q, &kv, &qkv, &dout, &places].map(up);
             let documents = Some(DocumentPositions { positions: &positions, apart });
-            let masks = AttentionMasks { dropout: None, documents };
+            let masks = AttentionMasks { documents, ..AttentionMasks::default() };
             let rotary = Some(Rotary::new(100.0));
             let shape = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
@@ -422,8 +423,8 @@ fn attention_within_documents_has_the_cpus_bits() {
     }
 }
 
-/// Queries that are some of the tokens of the keys, rotated, within documents or not, with dropout; in both precisions,
-/// for tensor cores have no kernels of them.
+/// Queries that are some of the tokens, over the keys of all tokens or of some before them, rotated, within documents
+/// or not, with dropout; in both precisions, for tensor cores have no kernels that drop.
 #[test]
 fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     if level() < Level::Avx2 {
@@ -433,25 +434,32 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     let (rows, places) = (queries.batch * queries.seq, positions(150));
     let (q, kv, dout) = (values("q", rows * 24), values("kv", 2 * 150 * 24), values("dout", rows * 24));
     let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
-    for apart in [None, Some(false), Some(true)] {
+    for (apart, (first_key, keys)) in
+        [None, Some(false), Some(true)].into_iter().flat_map(|apart| [(0, 150), (40, 60)].map(|keys| (apart, keys)))
+    {
         same("attention of some of the tokens", |device, up| {
             let of = device.attention()?;
             let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
+            let kv = device.layout()?.narrow(&kv, 2, 150, 24, first_key..first_key + keys)?;
             let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
-            let masks = AttentionMasks { dropout: Some(&dropout), documents };
+            let masks = AttentionMasks { dropout: Some(&dropout), documents, ..AttentionMasks::default() };
             let heads = GroupedShape {
                 group: 2,
                 kv_heads: 2,
                 rotary: Some(Rotary::new(100.0)),
                 ..GroupedShape::alone(queries)
             };
-            let shape = GroupedShape { keys: 150, first_query: 75, ..heads };
+            let shape = GroupedShape { keys, first_query: 75, first_key, sequence: 150, ..heads };
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
             let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
             // The zeros of keys that no query sees have either sign.
             let mut sum = device.zeros(DType::F32, dkv.count())?;
             device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
-            Ok(vec![out, lse, dq, sum])
+            let layout = device.layout()?;
+            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
+            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
+            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
+            Ok(vec![out, lse, dq, sum, joined, sums])
         });
     }
 }
@@ -464,29 +472,37 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let (rows, places) = (queries.batch * queries.seq, positions(queries.seq));
     let (q, kv, dout) = (values("q", rows * 64), values("kv", rows * 96), values("dout", rows * 64));
     let qkv = values("qkv", rows * 192);
-    let run = |device: &dyn Device, apart: Option<bool>| -> Result<Vec<Buffer>> {
+    let runs = [80..150, 3..33, 34..84];
+    let run = |device: &dyn Device, apart: Option<bool>, window: Option<usize>| -> Result<Vec<Buffer>> {
         let of = device.attention()?;
         let up = |host: &Buffer| device.upload(host);
         let (q, kv, qkv, dout, positions) = (up(&q)?, up(&kv)?, up(&qkv)?, up(&dout)?, up(&places)?);
         let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
-        let masks = AttentionMasks { dropout: None, documents };
+        let masks = AttentionMasks { documents, window, ..AttentionMasks::default() };
         let (heads, rotary) = (GroupedShape::alone(queries), Some(Rotary::new(100.0)));
         let shape = GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..heads };
         let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
         let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
         let (fused, fused_lse) = of.causal(queries, &qkv, masks)?;
         let dqkv = of.causal_grad(queries, &dout, &qkv, &fused, &fused_lse, masks)?;
-        [out, lse, dq, dkv, fused, fused_lse, dqkv].iter().map(|result| device.download(result)).collect()
+        let of_runs = AttentionMasks { runs: Some(&runs), ..masks };
+        let (some, some_lse) = of.grouped(shape, &q, &kv, of_runs)?;
+        let (some_dq, some_dkv) = of.grouped_grad(shape, &dout, &q, &kv, &some, &some_lse, of_runs)?;
+        let whole = [out, lse, dq, dkv, fused, fused_lse, dqkv];
+        whole.iter().chain(&[some, some_lse, some_dq, some_dkv]).map(|result| device.download(result)).collect()
     };
-    for apart in [None, Some(false), Some(true)] {
+    for (apart, window) in
+        [(None, None), (Some(false), None), (Some(true), None), (Some(true), Some(70)), (None, Some(33))]
+    {
         let Some(driver) = driver(Order::Seeded(31)) else { return };
         let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
-        let (got, want) = (run(&device, apart).unwrap(), run(&Cpu::new(Precision::F32), apart).unwrap());
+        let (got, want) =
+            (run(&device, apart, window).unwrap(), run(&Cpu::new(Precision::F32), apart, window).unwrap());
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
             let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
-            assert!(error > 0.0 && error < 1e-2, "result {i}, documents {apart:?}: {error:e}");
+            assert!(error > 0.0 && error < 1e-2, "result {i}, documents {apart:?}, window {window:?}: {error:e}");
         }
     }
 }
@@ -541,25 +557,67 @@ fn operands_may_begin_anywhere_in_a_flat_buffer() {
     }
 }
 
-/// A prompt, a token, several tokens.
+/// A prompt, a token, several tokens, whose keys lie in a cache; a window or none.
 #[test]
 fn attention_with_a_cache_has_the_cpus_bits() {
     if level() < Level::Avx2 {
         return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
     }
-    for rotary in [None, Some(Rotary::new(100.0))] {
+    for window in [None, Some(7)] {
         same("attention with a cache", |device, up| {
             let (of, mut past, mut results) = (device.attention()?, 0, Vec::new());
+            let masks = AttentionMasks { window, ..AttentionMasks::default() };
             let mut cache = device.zeros(DType::F32, 2 * 30 * 2 * 3 * 10)?;
             for seq in [19, 1, 4, 1] {
                 let queries = AttentionShape { batch: 2, seq, heads: 6, head_dim: 10 };
-                let new = GroupedShape { group: 2, kv_heads: 3, rotary, ..GroupedShape::alone(queries) };
+                let new = GroupedShape { group: 2, kv_heads: 3, ..GroupedShape::alone(queries) };
                 let shape = GroupedShape { keys: 30, first_query: past, ..new };
                 let [q, kv] = [("q", 60), ("kv", 60)].map(|(name, width)| up(&values(name, 2 * seq * width)));
-                results.push(of.decode(shape, &q, &kv, &mut cache)?);
+                let of_keys =
+                    TurnedHeads { rotary: Rotary::new(100.0), seq, first: past, all: 6, heads: 3, head_dim: 10 };
+                let kv = of.turn(of_keys, &kv)?;
+                for sample in 0..2 {
+                    let new = sample * seq * 60..(sample + 1) * seq * 60;
+                    device.layout()?.copy_into(&kv, new, &mut cache, (sample * 30 + past) * 60)?;
+                }
+                let (out, lse) =
+                    of.grouped(shape, &of.turn(TurnedHeads { heads: 6, ..of_keys }, &q)?, &cache, masks)?;
+                results.extend([out, lse]);
                 past += seq;
             }
             Ok([results, vec![cache]].concat())
+        });
+    }
+}
+
+/// Queries of several runs of tokens in one call, rotated, within documents or not, with a window or not.
+#[test]
+fn attention_of_runs_of_tokens_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let queries = AttentionShape { batch: 2, seq: 70, heads: 4, head_dim: 6 };
+    let (rows, places, runs) = (queries.batch * queries.seq, positions(150), [100..140, 3..33]);
+    let (q, kv, dout) = (values("q", rows * 24), values("kv", 2 * 150 * 24), values("dout", rows * 24));
+    for (apart, window) in [(None, None), (Some(false), Some(40)), (Some(true), None), (None, Some(9))] {
+        same("attention of runs of tokens", |device, up| {
+            let of = device.attention()?;
+            let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
+            let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
+            let masks = AttentionMasks { documents, window, runs: Some(&runs), dropout: None };
+            let rotary = Some(Rotary::new(100.0));
+            let heads = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
+            let shape = GroupedShape { keys: 150, sequence: 150, ..heads };
+            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+            let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
+            // The zeros of keys that no query sees have either sign.
+            let mut sum = device.zeros(DType::F32, dkv.count())?;
+            device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
+            let layout = device.layout()?;
+            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
+            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
+            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
+            Ok(vec![out, lse, dq, sum, joined, sums])
         });
     }
 }
@@ -572,7 +630,7 @@ fn positions_that_do_not_follow_are_an_error() {
     let shape = AttentionShape { batch: 1, seq: 3, heads: 1, head_dim: 2 };
     let positions = up(&Buffer::from_vec(vec![0_i32, 2, 3]));
     let documents = Some(DocumentPositions { positions: &positions, apart: true });
-    let masks = AttentionMasks { dropout: None, documents };
+    let masks = AttentionMasks { documents, ..AttentionMasks::default() };
     let (out, _) = device.attention().unwrap().causal(shape, &up(&values("qkv", 18)), masks).unwrap();
     let error = device.download(&out).unwrap_err().to_string();
     assert!(error.starts_with("attention: token 1 of sample 0 is at position 2 of its document: 0 begins"), "{error}");

@@ -11,7 +11,7 @@ use meshwork_tensor::tape::Padding;
 /// where its shards are padded.
 pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize], extent: Option<usize>) -> Program {
     let padding = Padding::new(extent.map(|extent| (Axis::Tp, extent)));
-    let types = Types::of(types);
+    let types = Types::new(types);
     let (shape, dtype) = (Shape::new(local), DType::F32);
     let value = Value { operand: None, part: 0, maker: None, types, padding, shape, dtype };
     let op = Op {

@@ -2,12 +2,10 @@
 //! plan, the number of the update, the states of the sender, and memory.
 
 use super::sum_plan::SumPlan;
+use crate::prelude::*;
 use meshwork_compress::Draws;
 use meshwork_compress::feedback::Sender;
-use meshwork_core::{Buffer, DType};
 use meshwork_data_parallel::VectorError;
-use meshwork_tensor::{Category, Device, Error};
-use std::sync::Arc;
 
 /// The sums of one bucket.
 #[derive(Debug)]

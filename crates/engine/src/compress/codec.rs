@@ -14,16 +14,11 @@ use crate::clock::Clock;
 use crate::message::{Message, Site};
 use crate::offload::disk::Disk;
 use crate::pass::Purpose;
-use crate::{Result, TrainError};
+use crate::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, Scheme};
-use meshwork_core::{Axis, Buffer, DType, Group, Rank, Ty};
-use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::{Direction, Tag};
-use meshwork_tensor::{Category, Device, Tensor};
-use std::collections::BTreeMap;
-use std::rc::Rc;
-use std::sync::Arc;
+use meshwork_nn::Activation;
+use meshwork_pipeline::Tag;
 
 /// One rank's end of all cuts.
 #[derive(Debug)]

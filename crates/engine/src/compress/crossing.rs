@@ -7,15 +7,14 @@
 
 use super::matrices::require_matrices;
 use super::packing::{CutValue, Packed};
+use crate::StateKey;
 use crate::message::Site;
-use crate::{ModelPlan, Plan, PlanError, Result, StateKey};
+use crate::prelude::*;
 use meshwork_compress::feedback::Sender;
-use meshwork_core::{Axis, Buffer, Coords, Ty};
-use meshwork_nn::{Activation, Batch, Model};
-use meshwork_pipeline::{Direction, Schedule};
+use meshwork_core::Coords;
+use meshwork_nn::Activation;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
-use std::sync::Arc;
 
 /// A compressed message that one rank sends or receives in each step.
 #[derive(Clone, Debug)]

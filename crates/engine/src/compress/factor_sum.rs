@@ -12,12 +12,10 @@
 use super::bucket_sum::{BucketSum, zeros};
 use super::matrices::{FactoredParameter, MatrixRanges};
 use super::sum_plan::{FACTOR, STATES, SumPlan};
+use crate::prelude::*;
 use meshwork_compress::{Feedback, PowerSgd};
-use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending, ReduceOp};
+use meshwork_core::{FlatSlice, Pending};
 use meshwork_data_parallel::{Sum, VectorError};
-use meshwork_tensor::{Category, Device, Error};
-use std::ops::Range;
-use std::sync::Arc;
 
 /// The sums of one bucket.
 #[derive(Debug)]

@@ -1,7 +1,8 @@
 //! Which settings of compression go with each other and with the rest of a plan, whatever the model.
 
 use super::settings::{Compress, NOTHING, Setting};
-use crate::{Plan, PlanError, ZeroStage};
+use crate::ZeroStage;
+use crate::prelude::*;
 use meshwork_compress::{Choice, Feedback, Scheme, Sparse};
 
 /// The parts of a plan that decide whether compression fits.

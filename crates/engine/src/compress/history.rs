@@ -14,17 +14,12 @@ use super::crossing::{Crossing, Staged};
 use super::packing::Packed;
 use crate::offload::disk::Disk;
 use crate::offload::rows::Rows;
-use crate::{Result, TrainError};
+use crate::prelude::*;
 use meshwork_compress::Fold;
-use meshwork_core::{Axis, Buffer, DType, Group, Rank};
-use meshwork_nn::{Batch, SAMPLE};
-use meshwork_pipeline::Direction;
+use meshwork_nn::SAMPLE;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Category, Device};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::mem::take;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// Name of the groups whose ranks gather each other's messages of a step.
 pub const SAMPLES: &str = "samples";

@@ -12,12 +12,11 @@
 
 use super::bucket_sum::{BucketSum, zeros};
 use super::sum_plan::{SHARD_RESIDUAL, STATES, SUM_ESTIMATE, Shard, SumPlan};
+use crate::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Compressor, Draws, Feedback, Fold, Shape, wire_bytes};
-use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
+use meshwork_core::{FlatSlice, Pending};
 use meshwork_data_parallel::{Sum, VectorError};
-use meshwork_tensor::{Category, Device};
-use std::sync::Arc;
 
 /// The sums of one bucket.
 #[derive(Debug)]

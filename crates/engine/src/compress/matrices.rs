@@ -1,12 +1,12 @@
 //! Parameters as matrices, of which PowerSGD makes thin factors. A rank has its part of each matrix of a parameter.
 //! Parameters whose factors would be no smaller, as all vectors, are summed as they are.
 
-use crate::{Compress, PlanError};
+use crate::Compress;
+use crate::prelude::*;
 use meshwork_compress::{PowerSgd, Scheme, Shape};
-use meshwork_core::{Buffer, Coords, DType, Mesh};
+use meshwork_core::Coords;
+use meshwork_tensor::Role;
 use meshwork_tensor::param::Matrices;
-use meshwork_tensor::{Device, Error, ParamSpec, Role};
-use std::ops::Range;
 
 /// A parameter in a bucket: its elements there, and its matrices, if their factors are smaller.
 #[derive(Clone, Debug)]

@@ -2,12 +2,10 @@
 
 use super::settings::Compress;
 use crate::boundary::Boundary;
-use crate::{PlanError, Result};
+use crate::prelude::*;
 use meshwork_compress::{Compressor, Fold, Scheme, Shape as Matrix, Sparse, wire_bytes};
-use meshwork_core::{Buffer, DType, Mesh, Ty};
 use meshwork_nn::Activation;
-use meshwork_pipeline::Direction;
-use meshwork_tensor::{Device, Shape};
+use meshwork_tensor::Shape;
 
 /// How a value becomes a message.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,7 @@
 //! The settings of compression, as plain data.
 
+use crate::prelude::*;
 use meshwork_compress::{Feedback, Scheme, Values};
-use meshwork_pipeline::Direction;
 use meshwork_tensor::tape::RowSchemes;
 
 /// Lossy compression of the values that ranks send each other. By default nothing is compressed.
@@ -122,39 +122,27 @@ impl Compress {
     }
 }
 
-/// A setting of [`Compress`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "see the field of the same name")]
-pub enum Setting {
-    Activations,
-    ActivationGradients,
-    Gradients,
-    Weights,
-    Dispatch,
-    DispatchGradients,
-    Feedback,
-    ShareIndices,
-    Aqsgd,
+meshwork_core::named! {
+    /// A setting of [`Compress`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[expect(missing_docs, reason = "see the field of the same name")]
+    pub enum Setting {
+        Activations = "activations",
+        ActivationGradients = "activation gradients",
+        Gradients = "gradients",
+        Weights = "weights",
+        Dispatch = "dispatch",
+        DispatchGradients = "dispatch gradients",
+        Feedback = "feedback",
+        ShareIndices = "share_indices",
+        Aqsgd = "aqsgd",
+    }
+    name: "Its name in errors."
 }
 
 impl Setting {
     /// Whether it is about the tokens of experts.
     pub(crate) fn is_of_experts(self) -> bool {
         matches!(self, Self::Dispatch | Self::DispatchGradients)
-    }
-
-    /// Its name in errors.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Activations => "activations",
-            Self::ActivationGradients => "activation gradients",
-            Self::Gradients => "gradients",
-            Self::Weights => "weights",
-            Self::Dispatch => "dispatch",
-            Self::DispatchGradients => "dispatch gradients",
-            Self::Feedback => "feedback",
-            Self::ShareIndices => "share_indices",
-            Self::Aqsgd => "aqsgd",
-        }
     }
 }

@@ -3,14 +3,13 @@
 
 use super::matrices::{FactoredParameter, matrices};
 use crate::StateKey;
+use crate::prelude::*;
 use crate::zero::Replica;
-use meshwork_compress::{
-    CompressError, Compressor, Feedback, Per, PowerSgd, Scheme, Shape, SumMethod, sum::shards, wire_bytes,
-};
-use meshwork_core::{Coords, FlatSlice, Mesh};
+use meshwork_compress::sum::shards;
+use meshwork_compress::{CompressError, Compressor, Feedback, Per, PowerSgd, Scheme, Shape, SumMethod, wire_bytes};
+use meshwork_core::{Coords, FlatSlice};
+use meshwork_tensor::Shape as Dims;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{ParamSpec, Shape as Dims};
-use std::ops::Range;
 
 /// The names of the states of a sender, saved beside the optimizer's.
 pub const STATES: [&str; 3] = ["gradient_residual", "gradient_estimate", "gradient_momentum"];

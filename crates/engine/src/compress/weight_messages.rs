@@ -10,13 +10,10 @@
 //! where a forward is recomputed.
 
 use crate::layout::Layout;
-use crate::{Plan, PlanError};
+use crate::prelude::*;
 use meshwork_compress::{CompressError, Draws, Fold, Scheme, Shape, wire_bytes};
-use meshwork_core::{Buffer, DType, FlatSlice};
+use meshwork_core::FlatSlice;
 use meshwork_data_parallel::{Messages, VectorError};
-use meshwork_tensor::{Category, Device};
-use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The part of a message that has the elements of one parameter.

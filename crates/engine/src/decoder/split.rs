@@ -20,12 +20,10 @@
 //! once more, with other ids.
 
 use super::Decoder;
-use crate::TrainError;
-use meshwork_core::{Buffer, DType, ReduceOp};
-use meshwork_nn::{Batch, Field};
+use crate::prelude::*;
+use meshwork_nn::Field;
 use meshwork_tensor::tape::KeyValueCache;
 use meshwork_tensor::{Result, Shape};
-use std::ops::Range;
 
 /// The most tokens that are tried: a power of 2, so that the last token of blocks of 2, 4, .. tokens is among the last
 /// ones.

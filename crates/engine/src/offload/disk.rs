@@ -5,14 +5,10 @@
 
 use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
-use crate::{Result, TrainError};
-use meshwork_core::{Buffer, DType, Rank};
+use crate::prelude::*;
 use meshwork_tensor::pinned::Pinned;
-use meshwork_tensor::{Device, Download, Error, Upload};
-use std::cell::{Cell, RefCell};
+use meshwork_tensor::{Download, Upload};
 use std::io;
-use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};

@@ -27,10 +27,10 @@ mod space;
 
 pub use folder::Folder;
 
+use crate::prelude::*;
 use std::fmt::Debug;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// The memory of a rank that is offloaded, in a [`Plan`](crate::Plan).
 #[derive(Clone, Debug)]

@@ -4,12 +4,7 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::Result;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::{Category, Device, Error};
-use std::ops::Range;
-use std::rc::Rc;
-use std::sync::Arc;
+use crate::prelude::*;
 
 /// The most elements of a page, unless a rule needs more at once: 4 MiB of each state in f32, which any disk moves at
 /// its full speed.

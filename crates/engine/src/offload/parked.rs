@@ -4,11 +4,8 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use meshwork_core::{Buffer, DType};
+use crate::prelude::*;
 use meshwork_data_parallel::{Parking, VectorError};
-use meshwork_tensor::Category;
-use std::collections::BTreeMap;
-use std::rc::Rc;
 
 /// The gradients of a rank, on its disk.
 #[derive(Debug)]

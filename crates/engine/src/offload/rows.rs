@@ -4,13 +4,8 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::Result;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Device;
+use crate::prelude::*;
 use std::mem::take;
-use std::ops::Range;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// Rows of f32s.
 #[derive(Debug)]

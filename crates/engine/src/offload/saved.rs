@@ -4,14 +4,11 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::{Result, TrainError};
-use meshwork_core::{Buffer, DType};
+use crate::prelude::*;
+use meshwork_tensor::Shape;
 use meshwork_tensor::tape::{Saved, SavedPolicy, SavedTensor};
-use meshwork_tensor::{Error, Shape, Tensor};
-use std::cell::{Cell, RefCell};
 use std::fmt;
-use std::rc::{Rc, Weak};
-use std::sync::Arc;
+use std::rc::Weak;
 
 /// Smaller tensors stay: the statistics of norms, token ids.
 const LEAST: usize = 1 << 10;

@@ -1,8 +1,6 @@
 //! Which bytes of a store are in use.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
-use std::rc::Rc;
+use crate::prelude::*;
 
 /// Regions begin and end at multiples of this, in bytes: a page of most systems.
 const ALIGNED: u64 = 4096;

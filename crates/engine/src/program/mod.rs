@@ -5,12 +5,12 @@ mod align;
 
 pub use align::Pairs;
 
+use crate::prelude::*;
 use crate::{At, Watch};
-use meshwork_core::{Buffer, DType, Mesh, Ty, Types};
+use meshwork_tensor::Shape;
 use meshwork_tensor::tape::{Observer, Padding, Seen};
-use meshwork_tensor::{Shape, Tensor};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place
 /// on any mesh.

@@ -1,21 +1,15 @@
 //! The partition of a run over the mesh: the model into stages, their parameters into flat buffers and slices, the
 //! batch into micro-batches.
 
+use super::prelude::*;
 use crate::agreement::require_same_model;
 use crate::compress::crossing::{Crossing, Staged, crossings};
 use crate::compress::matrices;
 use crate::fit::require_synchronous;
 use crate::layout::Layout;
 use crate::model_plan::Tied;
-use crate::one_rank;
-use crate::update;
-use crate::{LocalModel, ModelPlan, Plan, Result};
-use meshwork_core::{Axis, Rank};
-use meshwork_nn::{Batch, Model};
-use meshwork_pipeline::Schedule;
-use meshwork_tensor::ParamSpec;
+use crate::{LocalModel, one_rank, update};
 use meshwork_tensor::tape::Mode;
-use std::sync::Arc;
 
 /// See the module docs.
 pub(super) struct Cut {

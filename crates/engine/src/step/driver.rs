@@ -1,9 +1,7 @@
 //! When weights change: the schedule of a run, as one pp rank sees it.
 
-use crate::{Plan, Result};
-use meshwork_core::Axis;
-use meshwork_pipeline::{Action, Lowered, Schedule, Tag, lower};
-use std::ops::Range;
+use super::prelude::*;
+use meshwork_pipeline::{Action, Lowered, Tag};
 
 /// The schedules of a run, and how far the steps have come in them.
 ///

@@ -1,21 +1,15 @@
 //! Passes that do not train: the loss on other data, and predictions.
 
-use super::Trainer;
+use super::prelude::*;
+use crate::Compress;
 use crate::chunk::Workspace;
 use crate::clock::Clock;
 use crate::compress::codec::Codec;
 use crate::compress::settings::NOTHING;
-use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;
-use crate::{Compress, Result, TrainError};
-use meshwork_core::Axis;
-use meshwork_nn::Batch;
-use meshwork_pipeline::{Schedule, forward_only_replicated, lower, run};
-use meshwork_tensor::Error;
+use meshwork_pipeline::{forward_only_replicated, run};
 use meshwork_tensor::param::host_floats;
-use std::cell::RefCell;
-use std::rc::Rc;
 
 /// The treatment, in a pass that does not train, of values that training compresses: at the cuts, weights that ranks
 /// gather, and the tokens of experts.

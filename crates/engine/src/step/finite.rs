@@ -2,10 +2,7 @@
 //! example with a learning rate that is too large. The next step would notice by its loss, so steps do not check.
 //! Saves, exports and the end of a run do, and so does any pass whose loss is not finite, to name the parameter.
 
-use super::Trainer;
-use crate::{Result, TrainError};
-use meshwork_core::{Buffer, DType, ReduceOp};
-use meshwork_tensor::{ParamId, Params};
+use super::prelude::*;
 
 /// Elements that one call checks.
 const PIECE: usize = 1 << 18;

@@ -1,10 +1,9 @@
-//! One table of what a rank holds of each parameter: gradient, weights and states of the update rule, by name and slice.
-//! Verification, comparisons of runs and the accessors of single vectors read it.
+//! One table of what a rank holds of each parameter: gradient, weights and states of the update rule, by name and
+//! slice. Verification, comparisons of runs and the accessors of single vectors read it.
 
-use super::Trainer;
-use crate::state_vector::{StateKey, StateVector, Storage};
-use crate::{Result, Vector};
-use meshwork_tensor::ParamId;
+use super::prelude::*;
+use crate::Vector;
+use crate::state_vector::{StateKey, Storage};
 use meshwork_tensor::param::{LocalSlice, host_floats};
 
 /// A vector of a parameter, as far as a rank holds it.

@@ -5,13 +5,9 @@
 //! parameter. Slices of a parameter differ between ranks anyway: only the loaded values show that one rank alone was
 //! given a new slice.
 
-use super::Trainer;
-use crate::statistics::StatisticSums;
-use crate::{Result, Verify};
-use meshwork_core::Buffer;
-use meshwork_core::hash::combine;
+use super::prelude::*;
+use crate::Verify;
 use meshwork_tensor::verify::Claims;
-use std::collections::BTreeMap;
 
 /// The loads since ranks last compared them. Only the last load of something counts: ranks that could not read a
 /// checkpoint all took an older one, however far each of them had come with the newer.

@@ -23,6 +23,18 @@ mod stored;
 mod train;
 mod verify;
 
+/// Items that most parts of a trainer use.
+mod prelude {
+    pub(super) use super::Trainer;
+    pub(super) use crate::pass::{Pass, Purpose};
+    pub(super) use crate::prelude::*;
+    pub(super) use crate::state_vector::StateVector;
+    pub(super) use crate::statistics::StatisticSums;
+    pub(super) use meshwork_core::Record;
+    pub(super) use meshwork_core::hash::combine;
+    pub(super) use meshwork_pipeline::lower;
+}
+
 pub use evaluate::{AtCuts, Evaluation};
 pub use held::HeldVector;
 pub use report::{Offloaded, RankTime, StepReport};

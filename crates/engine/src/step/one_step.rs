@@ -31,14 +31,11 @@
 //!                         └ the first step ─┴ every later one ┴ drain
 //! ```
 
+use super::StepReport;
 use super::pending::{Measured, PendingStep};
-use super::{StepReport, Trainer};
-use crate::pass::{Pass, Purpose};
+use super::prelude::*;
 use crate::slow_build;
-use crate::statistics::StatisticSums;
 use crate::weights::Scales;
-use crate::{Result, TrainError};
-use meshwork_nn::Batch;
 use meshwork_optim::clip_factor;
 use meshwork_pipeline::Event;
 

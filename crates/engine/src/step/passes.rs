@@ -1,18 +1,13 @@
 //! The parts of a step: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
 
-use super::Trainer;
-use crate::Result;
+use super::prelude::*;
 use crate::chunk::{Chunk, Workspace};
 use crate::clock::Clock;
-use crate::pass::{Pass, Purpose, Seeds};
+use crate::pass::Seeds;
 use crate::running::Running;
-use crate::statistics::{Noted, StatisticSums};
-use meshwork_core::{Axis, ReduceOp};
-use meshwork_nn::Batch;
+use crate::statistics::Noted;
 use meshwork_pipeline::Event;
 use meshwork_tensor::tape::Position;
-use std::cell::{Cell, RefCell};
-use std::ops::Range;
 
 impl Trainer {
     /// Refuses a batch without this rank's samples of each field of the model.

@@ -4,14 +4,9 @@
 //! `[losses of samples | metrics of samples | sums of the squared norm | ranks that loaded something]`, which is summed
 //! over the world and downloaded once, whatever the number of micro-batches and layers.
 
-use super::Trainer;
-use crate::pass::Purpose;
-use crate::statistics::StatisticSums;
-use crate::{Result, TrainError};
-use meshwork_core::exact;
-use meshwork_core::hash::combine;
-use meshwork_core::{Buffer, DType, Pending, Record, ReduceOp, tree};
-use meshwork_nn::{Batch, Per};
+use super::prelude::*;
+use meshwork_core::{Pending, exact, tree};
+use meshwork_nn::Per;
 
 /// A step that is complete on this rank, but not certain yet.
 #[derive(Debug)]

@@ -2,22 +2,17 @@
 
 use super::cut::Cut;
 use super::driver::Driver;
+use super::prelude::*;
 use super::stored::Store;
 use crate::chunk::{Chunk, LiveActivations};
 use crate::compress::codec::Codec;
 use crate::compress::crossing::Staged;
 use crate::message::Message;
 use crate::transport::PipeTransport;
-use crate::{Plan, Result};
-use meshwork_core::Rank;
-use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::{Interpreter, Lowered, forward_only_replicated, lower};
-use meshwork_tensor::Device;
+use meshwork_nn::Activation;
+use meshwork_pipeline::{Interpreter, Lowered, forward_only_replicated};
 use meshwork_tensor::tape::Encoding;
-use std::cell::RefCell;
 use std::mem::take;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// See the module docs.
 pub(super) struct Pipeline {

@@ -1,13 +1,10 @@
 //! Memory, work and communication of a step of one rank, found by running it on a device without values.
 
-use super::Trainer;
+use super::prelude::*;
+use crate::Compress;
 use crate::offload::Traffic;
-use crate::{Compress, Plan, Result};
-use meshwork_core::{Rank, Record};
-use meshwork_nn::{Batch, Model};
+use meshwork_tensor::MemoryUse;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::{Device, MemoryUse};
-use std::sync::Arc;
 
 /// The memory, computation and communication of one rank in a step.
 #[derive(Clone, Debug, PartialEq)]

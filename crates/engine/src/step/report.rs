@@ -1,19 +1,16 @@
 //! The report of a step: losses, metrics and statistics, its communications, and its use of memory.
 
-use super::Trainer;
 use super::cut::Cut;
 use super::pending::{Measured, PendingStep};
+use super::prelude::*;
 use super::stored::Store;
 use crate::offload::Traffic;
 use crate::statistics::{Reported, ReportedStatistic};
-use crate::{OPTIMIZER, Plan, Result, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use crate::{OPTIMIZER, SAMPLES, TIED, ZERO, ZERO_REPLICAS};
+use meshwork_core::EXPERT_DATA;
 use meshwork_core::agreement::Disagreement;
-use meshwork_core::{Axis, Buffer, EXPERT_DATA, Mesh, Record, ReduceOp};
 use meshwork_nn::Metric;
-use meshwork_tensor::{Category, MemoryUse};
-use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-use std::rc::Rc;
+use meshwork_tensor::MemoryUse;
 use std::time::{Duration, Instant};
 
 /// Name of the group of all ranks.
@@ -53,8 +50,8 @@ pub struct StepReport {
     /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this
     /// scale. The norm is then infinite or NaN.
     pub skipped: bool,
-    /// Logical bytes per group name, averaged over the ranks of the world. Groups over several axes, such as `dp+cp`, are
-    /// here if they had any.
+    /// Logical bytes per group name, averaged over the ranks of the world. Groups over several axes, such as `dp+cp`,
+    /// are here if they had any.
     pub comm_bytes: BTreeMap<String, f64>,
     /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,

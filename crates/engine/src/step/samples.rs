@@ -14,12 +14,9 @@
 //! of its micro-batch. Where a layer decides something from values, as a router does, a rounding may choose another
 //! expert: of such models only the loss is compared, and 5e-2 of it is refused.
 
-use super::{AtCuts, Trainer};
-use crate::pass::Purpose;
+use super::AtCuts;
+use super::prelude::*;
 use crate::trace::takes;
-use crate::{Result, TrainError};
-use meshwork_core::{DType, ReduceOp};
-use meshwork_nn::Batch;
 
 const VALID: &str = "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or say by \
                      Tape::mixes_samples that samples depend on each other by design";

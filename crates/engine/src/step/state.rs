@@ -1,16 +1,14 @@
 //! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
+use super::prelude::*;
 use super::verify::of_floats;
 use crate::state::{GRADIENT, StatePiece, StateSource, StateView, TrainState};
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
 use crate::zero::{Replica, Vector};
-use crate::{Result, TrainError};
 use meshwork_core::hash::combine;
-use meshwork_core::{Buffer, DType};
+use meshwork_tensor::Shape;
 use meshwork_tensor::param::{LocalSlice, Piece};
-use meshwork_tensor::{Error, ParamSpec, Shape};
-use std::ops::Range;
 
 /// The problem of weights and states that are read.
 const NOT_FINITE: &str = "it has elements that are not finite";

@@ -3,6 +3,8 @@
 use super::cut::Cut;
 use super::driver::Driver;
 use super::prediction::predict;
+use super::prelude::*;
+use crate::MixedPrecision;
 use crate::gathers::Gathers;
 use crate::gradients::Gradients;
 use crate::layout::Layout;
@@ -12,17 +14,10 @@ use crate::offload::parked::Parked;
 use crate::offload::saved::Shelf;
 use crate::reduction::Reduction;
 use crate::state::{beside_parameters, of_parameters};
-use crate::state_vector::StateVector;
 use crate::update::Updates;
 use crate::weights::{NewStore, WeightStore};
 use crate::zero::{Vector, ZeroGroups, ZeroStage};
-use crate::{MixedPrecision, Plan, Result};
-use meshwork_core::{Axis, Rank};
 use meshwork_data_parallel::Parking;
-use meshwork_tensor::{Device, Params};
-use std::cell::RefCell;
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// See the module docs.
 pub(super) struct Store {

@@ -1,7 +1,7 @@
 //! Training on a source of batches, step after step.
 
-use super::{StepReport, Trainer};
-use crate::Result;
+use super::StepReport;
+use super::prelude::*;
 use meshwork_nn::BatchSource;
 
 impl Trainer {

@@ -1,18 +1,13 @@
 //! The steps that are verified, and their claims about parameters.
 
-use super::Trainer;
 use super::loads::Loads;
-use crate::statistics::StatisticSums;
-use crate::{Result, Samples, TrainError, Vector};
+use super::prelude::*;
+use crate::{Samples, Vector};
 use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
-use meshwork_core::hash::{combine, hash};
-use meshwork_core::{Buffer, Group};
+use meshwork_core::hash::hash;
 use meshwork_data_parallel::cuts_batch;
-use meshwork_nn::Batch;
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::verify::{Claims, Over, StatePart};
-use meshwork_tensor::{Error, ParamId};
-use std::ops::Range;
 
 impl Trainer {
     /// Begins to note claims, if this step is verified. In the first step of a trainer, whatever is verified, and in

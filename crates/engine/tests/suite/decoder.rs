@@ -1,5 +1,6 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
+use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
@@ -11,7 +12,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::Model;
-use meshwork_tensor::op::{Rotary, RotaryScaling};
+use meshwork_tensor::op::{Order, Rotary, RotaryScaling};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, ParamSpec};
@@ -22,18 +23,29 @@ use std::sync::Arc;
 const SEQ: usize = 24;
 const VOCAB: usize = 61;
 
-fn gpt2() -> Arc<dyn Model> {
-    let config =
-        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
-    Arc::new(Gpt2::new(config))
+fn gpt2_config() -> Gpt2Config {
+    Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() }
 }
 
 /// Fewer heads of keys and values than there are ranks in `tp=4`, and scaled rotations.
-fn llama() -> Arc<dyn Model> {
+fn llama_config() -> LlamaConfig {
     let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
-    let config =
-        LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 };
-    Arc::new(Llama::new(config))
+    LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 }
+}
+
+fn gpt2() -> Arc<dyn Model> {
+    Arc::new(Gpt2::new(gpt2_config()))
+}
+
+fn llama() -> Arc<dyn Model> {
+    Arc::new(Llama::new(llama_config()))
+}
+
+/// The same models with a sliding window.
+fn windowed() -> [Arc<dyn Model>; 2] {
+    let gpt2 = Gpt2Config { sliding_window: Some(3), ..gpt2_config() };
+    let llama = LlamaConfig { sliding_window: Some(7), ..llama_config() };
+    [Arc::new(Gpt2::new(gpt2)), Arc::new(Llama::new(llama))]
 }
 
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.
@@ -41,9 +53,7 @@ fn experts(router: RouterKind) -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 24, over_tp: false };
-    let config =
-        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
-    Arc::new(Gpt2::new(config).with_experts(Some(experts)))
+    Arc::new(Gpt2::new(gpt2_config()).with_experts(Some(experts)))
 }
 
 fn tokens(sample: usize) -> impl Iterator<Item = i32> {
@@ -139,14 +149,17 @@ fn whole_pass_of(model: &Arc<dyn Model>, plan: &Plan, at: usize) -> Vec<f32> {
 
 const PASSES: [usize; 6] = [9, 1, 1, 4, 1, 8];
 
+/// Bit by bit: an attention has one order of sums, whatever passes the tokens come in.
 #[test]
 fn cached_tokens_have_the_logits_of_whole_passes() {
-    for model in [gpt2(), llama(), experts(RouterKind::TopK), experts(RouterKind::Bias)] {
+    let [gpt2_windowed, llama_windowed] = windowed();
+    let models = [gpt2(), llama(), gpt2_windowed, llama_windowed, experts(RouterKind::TopK), experts(RouterKind::Bias)];
+    for model in models {
         let cached = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
         let mut at = 0;
         for (count, logits) in PASSES.into_iter().zip(cached) {
             at += count;
-            assert_close("logits", &logits, &whole_pass(&model, at), 0.0);
+            assert_eq!(logits, whole_pass(&model, at), "after {at} tokens");
         }
     }
 }
@@ -154,7 +167,8 @@ fn cached_tokens_have_the_logits_of_whole_passes() {
 #[test]
 fn canonical_decoding_has_one_ranks_bits_on_every_mesh() {
     let canonical = Numerics::Canonical { blocks: 8 };
-    for model in [gpt2(), llama(), experts(RouterKind::TopK)] {
+    let [_, llama_windowed] = windowed();
+    for model in [gpt2(), llama(), llama_windowed, experts(RouterKind::TopK)] {
         let one = decoded(&model, &plan("dp=1", canonical), &PASSES);
         for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2", "dp=2,ep=2"] {
             assert_eq!(decoded(&model, &plan(mesh, canonical), &PASSES), one, "{mesh}");
@@ -171,6 +185,37 @@ fn fast_decoding_on_a_mesh_is_close_to_one_rank() {
             one.iter().zip(there).for_each(|(one, there)| assert_close(mesh, &there, one, 0.0));
         }
     }
+}
+
+/// Ranks of cp keep the keys of consecutive tokens, 8 of 24 and more each, which a pass of several tokens straddles.
+#[test]
+fn a_cache_that_cp_cuts_gives_the_logits_of_one_rank() {
+    let method = || Some(ContextParallel::new(Method::AllGather, Order::zigzag(2), 1));
+    let cut: [Arc<dyn Model>; 2] = [
+        Arc::new(Gpt2::new(gpt2_config()).context_parallel(method())),
+        Arc::new(Llama::new(llama_config()).context_parallel(method())),
+    ];
+    for (whole, cut) in [gpt2(), llama()].iter().zip(&cut) {
+        let one = decoded(whole, &plan("dp=1", Numerics::Fast), &PASSES);
+        let opaque = || Opaque::device(Cpu::device());
+        for mesh in ["cp=2", "cp=3", "dp=2,cp=2", "tp=2,cp=2", "pp=2,cp=2"] {
+            let there = decoded(cut, &plan(mesh, Numerics::Fast), &PASSES);
+            one.iter().zip(&there).for_each(|(one, there)| assert_close(mesh, there, one, 0.0));
+            assert_eq!(decoded_on(cut, &plan(mesh, Numerics::Fast), &PASSES, opaque, opaque_world), there, "{mesh}");
+        }
+        let loss_scale = LossScale::Fixed(1.0);
+        let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: false, loss_scale });
+        let plan = |mesh| Plan { mixed, ..plan(mesh, Numerics::Fast) };
+        let half = |model, mesh| decoded(model, &plan(mesh), &PASSES).concat();
+        let (one, there) = (half(whole, "dp=1"), half(cut, "cp=2"));
+        let off: Vec<f32> = there.iter().zip(&one).map(|(got, wanted)| got - wanted).collect();
+        assert!(norm(&off) / norm(&one) < 2e-2, "{:.1e} off in 16 bits", norm(&off) / norm(&one));
+    }
+}
+
+fn opaque_world(rank: Arc<Rank>) -> Arc<Rank> {
+    let world = opaque::communicator(rank.world().communicator().clone());
+    Arc::new(Rank::new(rank.mesh(), world).unwrap())
 }
 
 /// Weights, activations and cached keys in 16 bits: the logits of f32 but for rounding, in passes over the whole
@@ -194,13 +239,9 @@ fn mixed_precision_decodes_as_it_predicts() {
 #[test]
 fn decoding_reads_no_memory_of_the_device() {
     let device = || Opaque::device(Cpu::device());
-    let wrap = |rank: Arc<Rank>| {
-        let world = opaque::communicator(rank.world().communicator().clone());
-        Arc::new(Rank::new(rank.mesh(), world).unwrap())
-    };
-    for model in [gpt2(), llama()] {
+    for model in [gpt2(), llama()].into_iter().chain(windowed()) {
         let plan = plan("tp=2,pp=2", Numerics::Fast);
-        assert_eq!(decoded_on(&model, &plan, &PASSES, device, wrap), decoded(&model, &plan, &PASSES));
+        assert_eq!(decoded_on(&model, &plan, &PASSES, device, opaque_world), decoded(&model, &plan, &PASSES));
     }
 }
 

@@ -57,6 +57,7 @@ impl Fixture {
             original_positions: self.size("original_positions"),
         };
         LlamaConfig {
+            sliding_window: None,
             vocab_size: self.size("vocab"),
             num_layers: self.size("layers"),
             hidden_size: self.size("hidden"),

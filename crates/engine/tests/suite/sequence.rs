@@ -296,6 +296,7 @@ fn untouched() -> Vec<Arc<dyn Model>> {
     let gpt2 =
         Gpt2Config { num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, seq_len: SEQ, ..Gpt2Config::default() };
     let llama = LlamaConfig {
+        sliding_window: None,
         vocab_size: 256,
         num_layers: 2,
         hidden_size: 16,

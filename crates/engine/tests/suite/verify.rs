@@ -125,7 +125,7 @@ fn own(tape: &Tape, shape: &[usize]) -> Tensor {
 }
 
 fn types(on_tp: Ty) -> Types {
-    Types::of(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0)), (Axis::Tp, on_tp), (Axis::Cp, Ty::Invariant)])
+    Types::new(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0)), (Axis::Tp, on_tp), (Axis::Cp, Ty::Invariant)])
 }
 
 fn right(_: &Tape, y: &Var) -> Result<Var> {

@@ -1,5 +1,7 @@
 //! `config.json`: from a Hugging Face model's settings to the sizes of ours. Settings that change the numbers of a
 //! model and are not supported are refused; others are ignored.
+//!
+//! More than 400 lines: the settings of four classes, each with its defaults.
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
@@ -98,8 +100,15 @@ fn same(one: &Value, other: &Value) -> bool {
 }
 
 /// A supported class of `transformers`, with the `model_type` that it has.
-const CLASSES: [(&str, &str); 3] =
-    [("GPT2LMHeadModel", "gpt2"), ("LlamaForCausalLM", "llama"), ("MixtralForCausalLM", "mixtral")];
+const CLASSES: [(&str, &str); 4] = [
+    ("GPT2LMHeadModel", "gpt2"),
+    ("LlamaForCausalLM", "llama"),
+    ("MistralForCausalLM", MISTRAL),
+    ("MixtralForCausalLM", "mixtral"),
+];
+
+/// The type of a Llama with a sliding window.
+pub(super) const MISTRAL: &str = "mistral";
 
 /// Keys of models that are variants of these, with the values at which they change nothing.
 fn neutral() -> Vec<(&'static str, Vec<Value>)> {
@@ -186,8 +195,8 @@ pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
     }
     let architecture = match of_class {
         "gpt2" => Architecture::Gpt2(gpt2(&mut settings)),
-        "llama" => Architecture::Llama(llama(&mut settings)),
-        _ => mixtral(&mut settings),
+        "llama" | MISTRAL => Architecture::Llama(llama(&mut settings, of_class)),
+        _ => mixtral(&mut settings, of_class),
     };
     if settings.problems.is_empty() { Ok(architecture) } else { Err(Error::Config(settings.problems)) }
 }
@@ -240,15 +249,30 @@ fn gpt2(settings: &mut Settings<'_>) -> Gpt2Config {
         num_heads,
         ffn_hidden_size: settings.size_or("n_inner", 4 * hidden_size),
         seq_len: settings.size_or("n_positions", 1024),
+        sliding_window: window(settings, "gpt2"),
         tie_embeddings: settings.flag_or("tie_word_embeddings", true),
         dropout: dropout as f32,
     }
 }
 
-fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
+/// The sliding window of a class, which a Llama does not have. Of one that is not given, `transformers` has a default.
+fn window(settings: &mut Settings<'_>, class: &str) -> Option<usize> {
+    const KEY: &str = "sliding_window";
+    if !matches!(class, MISTRAL | "mixtral") {
+        settings.only(KEY, &[]);
+        return None;
+    }
+    match settings.values.get(KEY) {
+        None => (class == MISTRAL).then_some(4096),
+        Some(Value::Null) => None,
+        Some(_) => Some(settings.size(KEY)),
+    }
+}
+
+fn llama(settings: &mut Settings<'_>, class: &str) -> LlamaConfig {
     let hidden_size = settings.size("hidden_size");
     let num_heads = settings.size("num_attention_heads");
-    let num_kv_heads = settings.size_or("num_key_value_heads", num_heads);
+    let num_kv_heads = settings.size_or("num_key_value_heads", if class == MISTRAL { 8 } else { num_heads });
     heads_divide(settings, hidden_size, num_heads, "hidden_size", "num_attention_heads");
     if !num_heads.is_multiple_of(num_kv_heads) {
         let problem = format!("num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}");
@@ -259,7 +283,7 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
     settings.only("attention_bias", &[false.into()]);
     settings.only("mlp_bias", &[false.into()]);
     settings.only("attention_dropout", &[json!(0)]);
-    settings.only("sliding_window", &[]);
+    let sliding_window = window(settings, class);
     let rotary = rotary(settings);
     LlamaConfig {
         vocab_size: settings.size("vocab_size"),
@@ -269,6 +293,7 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
         num_kv_heads,
         ffn_hidden_size: settings.size("intermediate_size"),
         seq_len: settings.size_or("max_position_embeddings", 2048),
+        sliding_window,
         rotary,
         norm_eps: settings.number_or("rms_norm_eps", 1e-6),
         tie_embeddings: settings.flag_or("tie_word_embeddings", false),
@@ -277,10 +302,10 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
 
 /// A Llama whose experts are as wide as its `intermediate_size`. Whether its `config.json` asks for the losses of
 /// routers (`output_router_logits`) does not matter here: a run sets their factors.
-fn mixtral(settings: &mut Settings<'_>) -> Architecture {
+fn mixtral(settings: &mut Settings<'_>, class: &str) -> Architecture {
     // There it multiplies the input of the experts too.
     settings.only("router_jitter_noise", &[json!(0)]);
-    let llama = llama(settings);
+    let llama = llama(settings, class);
     let (num_experts, top_k) = (settings.size_or("num_local_experts", 8), settings.size_or("num_experts_per_tok", 2));
     if top_k > num_experts {
         let problem = format!("num_experts_per_tok is {top_k}: it must be at most num_local_experts, {num_experts}");

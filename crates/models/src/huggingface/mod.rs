@@ -108,7 +108,7 @@ impl Error {
 pub enum Architecture {
     /// `GPT2LMHeadModel`.
     Gpt2(Gpt2Config),
-    /// `LlamaForCausalLM`.
+    /// `LlamaForCausalLM`; with a sliding window, `MistralForCausalLM`.
     Llama(LlamaConfig),
     /// `MixtralForCausalLM`: a Llama with [experts that it has](not_of_mixtral) in every layer.
     Mixtral(LlamaConfig, ExpertsConfig),

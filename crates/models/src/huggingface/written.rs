@@ -1,6 +1,7 @@
 //! `config.json` and `generation_config.json` of an export. What the folder said that the model comes from is kept, but
 //! for what the run changed.
 
+use super::config::MISTRAL;
 use super::{Architecture, Dtype, config};
 use crate::llama::LlamaConfig;
 use serde_json::{Map, Value, json};
@@ -47,6 +48,10 @@ pub(super) fn settings(architecture: &Architecture, dtype: Dtype, ends: &[u32], 
     let rotary = ["rope_theta", "rope_scaling"].into_iter().any(|key| before.get(key) != now.get(key));
     if rotary {
         config.remove("rope_parameters");
+    }
+    // Without its window a Mistral becomes a Llama, which has no such key.
+    if before.contains_key("sliding_window") && !now.contains_key("sliding_window") {
+        config.remove("sliding_window");
     }
     for (key, value) in now {
         // A folder of more positions than the run's sequences keeps them.
@@ -106,14 +111,21 @@ fn sizes(architecture: &Architecture) -> Value {
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": config.tie_embeddings,
         }),
-        Architecture::Llama(config) => write_llama(config, "LlamaForCausalLM", "llama"),
+        Architecture::Llama(config) if config.sliding_window.is_none() => {
+            write_llama(config, "LlamaForCausalLM", "llama")
+        }
+        Architecture::Llama(config) => {
+            let mut settings = write_llama(config, "MistralForCausalLM", MISTRAL);
+            settings["sliding_window"] = json!(config.sliding_window);
+            settings
+        }
         Architecture::Mixtral(config, experts) => {
             let mut settings = write_llama(config, "MixtralForCausalLM", "mixtral");
             settings["intermediate_size"] = json!(experts.expert_hidden_size);
             settings["num_local_experts"] = json!(experts.moe.num_experts);
             settings["num_experts_per_tok"] = json!(experts.moe.top_k);
             settings["router_jitter_noise"] = json!(0.0);
-            settings["sliding_window"] = Value::Null;
+            settings["sliding_window"] = json!(config.sliding_window);
             // There the loss counts every one of a token's experts, here their mean.
             settings["router_aux_loss_coef"] = json!(experts.moe.aux_loss_coeff / experts.moe.top_k as f64);
             settings

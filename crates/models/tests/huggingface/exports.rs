@@ -94,6 +94,56 @@ fn what_the_folder_said_is_kept() {
     assert_eq!((&config["torch_dtype"], config.get("dtype"), config.get("auto_map")), (&json!("float16"), None, None));
 }
 
+/// A Llama with a sliding window is a Mistral; without one a Mistral is a Llama. A Mixtral keeps its class.
+#[test]
+fn a_sliding_window_is_read_and_written() {
+    let window = |architecture: &Architecture| match architecture {
+        Architecture::Llama(config) | Architecture::Mixtral(config, _) => config.sliding_window,
+        Architecture::Gpt2(config) => config.sliding_window,
+    };
+    let set = |window| {
+        move |architecture: &mut Architecture| match architecture {
+            Architecture::Llama(config) | Architecture::Mixtral(config, _) => config.sliding_window = window,
+            Architecture::Gpt2(_) => unreachable!(),
+        }
+    };
+    let mistral = copy("llama_scaled");
+    let class = |config: &mut Value, class: &str, of: &str| {
+        config["architectures"] = json!([class]);
+        config["model_type"] = json!(of);
+    };
+    edit(&mistral.path().join("config.json"), |config| {
+        class(config, "MistralForCausalLM", "mistral");
+        config["sliding_window"] = json!(5);
+    });
+    let opened = Pretrained::open(mistral.path()).unwrap();
+    assert_eq!(window(opened.architecture()), Some(5));
+    let before = json(&mistral.path().join("config.json"));
+    assert_eq!(exported(mistral.path(), |_| {}, &[], Dtype::F32).0["sliding_window"], before["sliding_window"]);
+    let (config, _) = exported(mistral.path(), set(None), &[], Dtype::F32);
+    assert_eq!((&config["architectures"], config.get("sliding_window")), (&json!(["LlamaForCausalLM"]), None));
+    let (config, _) = exported(copy("llama_scaled").path(), set(Some(7)), &[], Dtype::F32);
+    assert_eq!(
+        [&config["architectures"], &config["model_type"], &config["sliding_window"]],
+        [&json!(["MistralForCausalLM"]), &json!("mistral"), &json!(7)]
+    );
+    // A class has its own value where the key is missing: transformers' Mistral 4096 tokens.
+    for (given, told) in [(Some(Value::Null), None), (None, Some(4096))] {
+        edit(&mistral.path().join("config.json"), |config| {
+            config.as_object_mut().unwrap().remove("sliding_window");
+            given.iter().for_each(|given| config["sliding_window"] = given.clone());
+        });
+        assert_eq!(window(Pretrained::open(mistral.path()).unwrap().architecture()), told);
+    }
+    let mixtral = copy("mixtral");
+    edit(&mixtral.path().join("config.json"), |config| config["sliding_window"] = json!(9));
+    assert_eq!(window(Pretrained::open(mixtral.path()).unwrap().architecture()), Some(9));
+    let (config, _) = exported(mixtral.path(), set(Some(3)), &[], Dtype::F32);
+    assert_eq!([&config["model_type"], &config["sliding_window"]], [&json!("mixtral"), &json!(3)]);
+    let (config, _) = exported(mixtral.path(), set(None), &[], Dtype::F32);
+    assert_eq!(config["sliding_window"], Value::Null);
+}
+
 /// Without the keys transformers takes 50256 for the end of a GPT-2's text and 2 for that of a Llama's.
 #[test]
 fn ends_of_text_are_always_said() {

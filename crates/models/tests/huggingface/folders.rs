@@ -39,7 +39,8 @@ fn settings_that_are_not_supported_are_listed_together() {
     edit(&gpt2.path().join("config.json"), |config| config["architectures"] = json!(["MambaForCausalLM"]));
     assert_eq!(
         refused(&gpt2),
-        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM are supported"
+        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM, \
+         MistralForCausalLM, MixtralForCausalLM are supported"
     );
 }
 
@@ -47,14 +48,14 @@ fn settings_that_are_not_supported_are_listed_together() {
 fn a_mixtral_with_more_than_experts_in_each_layer_is_refused() {
     let mixtral = copy("mixtral");
     edit(&mixtral.path().join("config.json"), |config| {
-        config["sliding_window"] = json!(4096);
+        config["sliding_window"] = json!(0);
         config["router_jitter_noise"] = json!(0.1);
         config["num_experts_per_tok"] = json!(5);
     });
     assert_eq!(
         refused(&mixtral),
-        "config.json: router_jitter_noise is 0.1: supported is 0; sliding_window is 4096: supported is none; num_experts_per_tok \
-         is 5: it must be at most num_local_experts, 4"
+        "config.json: router_jitter_noise is 0.1: supported is 0; sliding_window is 0: it must be a whole number above 0; \
+         num_experts_per_tok is 5: it must be at most num_local_experts, 4"
     );
     let lost = copy("mixtral");
     edit_header(&lost.path().join("model.safetensors"), |header| {

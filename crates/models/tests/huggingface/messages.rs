@@ -171,7 +171,11 @@ fn settings_that_change_the_numbers_are_refused() {
         ("gpt2", set("scale_attn_weights", json!(false)), "scale_attn_weights is false"),
         ("gpt2", set("pruned_heads", json!({"0": [1]})), "pruned_heads is {\"0\":[1]}"),
         ("gpt2", set("layer_norm_epsilon", json!(1e-6)), "layer_norm_epsilon is 1e-6: supported is 0.00001"),
-        ("mixtral", set("sliding_window", json!(4096)), "sliding_window is 4096"),
+        (
+            "mixtral",
+            set("sliding_window", json!("all")),
+            "sliding_window is \"all\": it must be a whole number above 0",
+        ),
     ];
     for (name, change, told) in cases {
         let refused = refused_with(name, &change).expect_err(told);

@@ -93,7 +93,7 @@ fn a_chunk_travels_while_the_experts_compute_another() {
         let position = Position { first_sample, ..Position::default() };
         let tape = Tape::new(rank, params, device.clone(), Mode::Train, position);
         tape.observe(Rc::new(Products(Arc::clone(&log))));
-        let types = Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
+        let types = Types::new(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
         let x = tape.input(Tensor::zeros(&device, DType::F32, [samples, seq, hidden])?, types);
         let y = layer.forward(&tape, &x)?;
         note(&log, "backward");

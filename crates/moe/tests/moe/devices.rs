@@ -26,7 +26,7 @@ fn counts(case: &Case, rank: Arc<Rank>, device: Arc<dyn Device>, even: bool) -> 
     let first_sample = (rank.coords().get(EP) * samples) as u64;
     let tape =
         Tape::new(rank.clone(), params, device.clone(), Mode::Train, Position { first_sample, ..Position::default() });
-    let types = Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
+    let types = Types::new(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
     let x = tape.input(Tensor::zeros(&device, DType::F32, [samples, seq, hidden])?, types);
     let y = match even {
         false => layer.forward(&tape, &x)?,

@@ -31,7 +31,7 @@ fn tape(placements: &[(&'static str, &[usize], Placement)]) -> (Tape, BTreeMap<&
 fn value(tape: &Tape, shape: &[usize], tp: Ty, ep: Ty) -> Var {
     let count = shape.iter().product::<usize>();
     let tensor = Tensor::from_slice(tape.device(), &vec![0.5_f32; count], shape).unwrap();
-    tape.input(tensor, Types::of(&[(Axis::Tp, tp), (EP, ep), (Axis::Dp, samples(shape))]))
+    tape.input(tensor, Types::new(&[(Axis::Tp, tp), (EP, ep), (Axis::Dp, samples(shape))]))
 }
 
 /// The type over the rest of dp: tokens `[b, s, h]` are cut there, and rows `[rows, h]` vary.
@@ -45,7 +45,7 @@ fn chosen(tape: &Tape) -> Chosen {
     Chosen {
         experts: Tensor::from_slice(tape.device(), &[0, 1, 2, 3], [1, 2, 2]).unwrap(),
         num_experts: EXPERTS,
-        types: Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]),
+        types: Types::new(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]),
         capacity: None,
         top_k: 2,
     }
@@ -77,7 +77,7 @@ fn rows_meet_the_experts_of_their_rank() {
     let groups = Rc::new(RowGroups::new(EP, vec![sample], vec![vec![1], vec![2]]));
     let product = |x: &Var, name: &str| x.grouped_linear(&tape.param(ids[name])?, 1, &groups);
     let y = product(&rows(Ty::Invariant, Ty::Varying), "cut").unwrap();
-    assert_eq!(y.types(), Types::of(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Varying), (Axis::Dp, Ty::Varying)]));
+    assert_eq!(y.types(), Types::new(&[(Axis::Tp, Ty::Invariant), (EP, Ty::Varying), (Axis::Dp, Ty::Varying)]));
     for (refused, say) in [
         (
             error(product(&rows(Ty::Invariant, Ty::Shard(0)), "cut")),

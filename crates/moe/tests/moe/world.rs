@@ -265,7 +265,7 @@ fn on_rank(case: &Case, how: How, rank: Arc<Rank>, device: Arc<dyn Device>) -> R
                 .collect()
         };
         let tp = if how.sequence_parallel { Ty::Shard(1) } else { Ty::Invariant };
-        let types = Types::of(&[(Axis::Tp, tp), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
+        let types = Types::new(&[(Axis::Tp, tp), (EP, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
         let tensor = |name: &str| Tensor::from_slice(&device, &slice(name), [samples, held, hidden]);
         let x = tape.input(tensor("x")?, types);
         let y = layer.forward(&tape, &x)?;

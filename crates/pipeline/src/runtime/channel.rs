@@ -1,13 +1,11 @@
 //! A ready transport for ranks that are threads of one process: bounded channels of `crossbeam-channel`.
 
+use super::Transport;
+use crate::{Lowered, Tag};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::error::Error;
-
-use crossbeam_channel::{Receiver, Sender, bounded};
-
-use super::Transport;
-use crate::{Lowered, Tag};
 
 /// The messages of one rank to and from the others, over channels. [`channels`] makes one for each rank.
 ///

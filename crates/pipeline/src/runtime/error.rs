@@ -1,9 +1,8 @@
 //! Errors of running a schedule.
 
+use crate::{Action, ActionKind};
 use std::error::Error;
 use std::fmt;
-
-use crate::{Action, ActionKind};
 
 /// Why [`run`](crate::run) stopped. `S` is the error of the stages, `T` the transport's.
 ///

@@ -1,13 +1,12 @@
 //! Proves that a schedule is valid.
 
-use std::collections::{BTreeMap, HashSet};
-
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, Update, WeightGradient};
 use super::grid::stuck_grid;
 use super::needs::{Form, Graph, Table};
 use super::versions::Versions;
 use super::walk::{Terms, Walk, in_flight, walk};
 use super::{Action, CheckError, Fault, Report, Schedule, Weights};
+use std::collections::{BTreeMap, HashSet};
 
 /// Proves a schedule without messages: every part of every (stage, micro) runs exactly once, on the rank of its
 /// stage, after its inputs, and no timing makes ranks wait in a circle.

@@ -1,9 +1,8 @@
 //! The faults of a schedule: one variant per kind of fault, each with its own facts and message.
 
+use super::{Action, ActionKind, Weights};
 use std::error::Error;
 use std::fmt;
-
-use super::{Action, ActionKind, Weights};
 
 /// A schedule that [`check`](crate::check) refused, and why.
 #[derive(Clone, PartialEq, Eq)]
@@ -77,8 +76,8 @@ messages! {
         UpdateInFlush { rank: usize, step: usize, action: Action }
             => "rank {rank}, step {step}: {action} updates weights inside a step; with weights \"{}\" that happens \
                 between steps, outside of the schedule", Weights::Flush.name();
-        /// A stage returns to an earlier step, although its weights have changed since. `before` is its previous action,
-        /// which belongs to a newer step.
+        /// A stage returns to an earlier step, although its weights have changed since. `before` is its previous
+        /// action, which belongs to a newer step.
         StepsOverlap { rank: usize, step: usize, action: Action, before: Action }
             => "rank {rank}, step {step}: {action} belongs to an older optimizer step than {before} before it; a stage \
                 ends a step before it starts the next";
@@ -120,8 +119,8 @@ messages! {
             stage.map_or(String::new(), |stage| format!(" of stage {stage}"));
         /// Costs that add up to more time than can be measured and drawn.
         TimeOverflow { most: u32 } => "its costs add up to more than 1e{most} units of time; use a larger unit";
-        /// Ranks that wait for each other in a circle. The grid shows ranks by steps, with a mark at each action that can
-        /// never start, and what it waits for.
+        /// Ranks that wait for each other in a circle. The grid shows ranks by steps, with a mark at each action that
+        /// can never start, and what it waits for.
         Deadlock { grid: String } => "ranks wait for each other in a circle:\n{grid}";
     }
 }

@@ -1,11 +1,10 @@
 //! The schedules that a training run can select by name, and the shapes that each takes.
 
-use std::error::Error;
-use std::fmt;
-
 use super::{Action, Costs, MicroCounts, Schedule, Shape, ShapeError, simulate};
 use super::{breadth_first, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw};
 use super::{zb_h1, zb_h2, zb_v};
+use std::error::Error;
+use std::fmt;
 
 /// A schedule for training, selected by its name in a configuration.
 ///
@@ -45,35 +44,43 @@ pub enum Generator {
     PipeDream2Bw,
 }
 
+/// Writes the schedule of a number of steps.
+type Write = fn(Shape, usize) -> Schedule;
+
+/// Each generator in the order of its declaration, its name, and what it writes.
+const TABLE: [(Generator, &str, Write); 10] = [
+    (Generator::Gpipe, "gpipe", |of, steps| repeated(gpipe(of.pp, of.micros), steps)),
+    (Generator::OneFOneB, "1f1b", |of, steps| repeated(one_f_one_b(of.pp, of.micros), steps)),
+    (Generator::Interleaved, "interleaved_1f1b", |of, steps| {
+        repeated(interleaved_1f1b(of.pp, of.virtual_stages, of.micros), steps)
+    }),
+    (Generator::BreadthFirst, "breadth_first", |of, steps| {
+        repeated(breadth_first(of.pp, of.virtual_stages, of.micros), steps)
+    }),
+    (Generator::ZbH1, "zb_h1", |of, steps| repeated(zb_h1(of.pp, of.micros), steps)),
+    (Generator::ZbH2, "zb_h2", |of, steps| repeated(zb_h2(of.pp, of.micros), steps)),
+    (Generator::ZbV, "zb_v", |of, steps| repeated(zb_v(of.pp, of.micros), steps)),
+    (Generator::DualPipeV, "dualpipe_v", |of, steps| repeated(dualpipe_v(of.pp, of.micros), steps)),
+    (Generator::PipeDream, "pipedream", |of, steps| pipedream(of.pp, of.micros, steps)),
+    (Generator::PipeDream2Bw, "pipedream_2bw", |of, steps| pipedream_2bw(of.pp, of.micros, steps)),
+];
+
 impl Generator {
     /// All generators: synchronous before asynchronous, simplest first.
-    pub const ALL: [Self; 10] = [
-        Self::Gpipe,
-        Self::OneFOneB,
-        Self::Interleaved,
-        Self::BreadthFirst,
-        Self::ZbH1,
-        Self::ZbH2,
-        Self::ZbV,
-        Self::DualPipeV,
-        Self::PipeDream,
-        Self::PipeDream2Bw,
-    ];
+    pub const ALL: [Self; TABLE.len()] = {
+        let mut all = [Self::Gpipe; TABLE.len()];
+        let mut at = 0;
+        while at < all.len() {
+            assert!(TABLE[at].0 as usize == at, "a row for each, in the order of declaration");
+            all[at] = TABLE[at].0;
+            at += 1;
+        }
+        all
+    };
 
     /// Its name for [`by_name`].
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Gpipe => "gpipe",
-            Self::OneFOneB => "1f1b",
-            Self::Interleaved => "interleaved_1f1b",
-            Self::BreadthFirst => "breadth_first",
-            Self::ZbH1 => "zb_h1",
-            Self::ZbH2 => "zb_h2",
-            Self::ZbV => "zb_v",
-            Self::DualPipeV => "dualpipe_v",
-            Self::PipeDream => "pipedream",
-            Self::PipeDream2Bw => "pipedream_2bw",
-        }
+        TABLE[self as usize].1
     }
 
     /// Whether weights do not change while a step runs, so that training equals training on one rank.
@@ -191,19 +198,7 @@ impl Generator {
         if steps == 0 {
             return Err(ShapeError::NoSteps { schedule: self.name() });
         }
-        let Shape { pp, virtual_stages, micros } = shape;
-        Ok(match self {
-            Self::Gpipe => repeated(gpipe(pp, micros), steps),
-            Self::OneFOneB => repeated(one_f_one_b(pp, micros), steps),
-            Self::Interleaved => repeated(interleaved_1f1b(pp, virtual_stages, micros), steps),
-            Self::BreadthFirst => repeated(breadth_first(pp, virtual_stages, micros), steps),
-            Self::ZbH1 => repeated(zb_h1(pp, micros), steps),
-            Self::ZbH2 => repeated(zb_h2(pp, micros), steps),
-            Self::ZbV => repeated(zb_v(pp, micros), steps),
-            Self::DualPipeV => repeated(dualpipe_v(pp, micros), steps),
-            Self::PipeDream => pipedream(pp, micros, steps),
-            Self::PipeDream2Bw => pipedream_2bw(pp, micros, steps),
-        })
+        Ok((TABLE[self as usize].2)(shape, steps))
     }
 
     /// The idle share of one step, filled and drained, if forward, input gradient and weight gradient take 1 each.

@@ -1,9 +1,8 @@
 //! Rows of cells in text: one row per rank.
 
-use std::fmt::Write;
-
 use super::Action;
 use super::needs::Graph;
+use std::fmt::Write;
 
 /// The place where each rank is stuck: its steps around there, with the stuck one marked `>2F0<`, and what that one
 /// waits for.

@@ -1,11 +1,10 @@
 //! Lowering: adds the messages that cross ranks to a schedule of computations.
 
-use std::collections::VecDeque;
-
 use super::ActionKind::{Forward, SendActivation, SendGradient};
 use super::check::prove;
 use super::needs::{Form, Table};
 use super::{Action, CheckError, Report, Schedule, check};
+use std::collections::VecDeque;
 
 /// A proved schedule with its messages. A wrong schedule cannot be put into this type.
 ///

@@ -1,12 +1,11 @@
 //! The dependency graph of a schedule, in one function that every pass reads.
 
-use std::ops::{Index, IndexMut};
-
 use super::ActionKind::{
     Backward, Forward, InputGradient, RecvActivation, RecvGradient, SendActivation, SendGradient, Update,
     WeightGradient,
 };
 use super::{Action, ActionKind, Schedule};
+use std::ops::{Index, IndexMut};
 
 /// Whether a schedule contains the messages that cross ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,8 @@
 //! Pictures of schedules in text, laid out as the papers' figures are.
 
-use std::fmt::Write;
-
 use super::grid::grid;
 use super::{Action, CheckError, Costs, Interval, Schedule, Timeline, simulate};
+use std::fmt::Write;
 
 /// Draws a schedule without messages: one row per rank, one column per unit of time, blank where the rank idles, for
 /// forwards, input gradients and weight gradients of 1 each; whole backwards stretch over two columns.

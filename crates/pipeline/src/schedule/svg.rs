@@ -1,9 +1,8 @@
 //! Timelines as pictures that look like the figures of the papers.
 
-use std::fmt::Write;
-
 use super::ActionKind::{Backward, Forward, InputGradient, Update, WeightGradient};
 use super::{Action, ActionKind, Interval, Timeline};
+use std::fmt::Write;
 
 /// Fill of each kind: the colours of Okabe and Ito (2008), which colour-blind readers can tell apart.
 const FILLS: [(ActionKind, [u8; 3]); 4] = [

@@ -1,11 +1,10 @@
 //! Schedules as text, to save, to load, and to write by hand.
 
+use super::{ParseActionError, Schedule, Weights};
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
-
-use super::{ParseActionError, Schedule, Weights};
 
 /// Writes the text form: a line per field, then a line per rank. It parses back to the same schedule.
 ///

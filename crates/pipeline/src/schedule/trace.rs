@@ -1,8 +1,7 @@
 //! Timelines as a trace that Perfetto and chrome://tracing open.
 
-use std::fmt::Write;
-
 use super::{Action, Timeline};
+use std::fmt::Write;
 
 /// Writes timelines as a trace in the JSON form of Chrome's Trace Event Format: a process per timeline, a track per
 /// rank, an event per action. `microseconds` is how many of them a timeline's unit of time has.

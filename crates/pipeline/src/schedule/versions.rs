@@ -1,10 +1,9 @@
 //! The version of the weights that a micro-batch uses at a stage.
 
-use std::collections::HashMap;
-
 use super::ActionKind::{Backward, Forward, Update, WeightGradient};
 use super::needs::Table;
 use super::{Action, Fault, Schedule, Weights};
+use std::collections::HashMap;
 
 /// The versions of a schedule.
 pub(super) struct Versions {

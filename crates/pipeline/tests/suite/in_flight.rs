@@ -1,8 +1,7 @@
 //! The number of messages that must be able to wait, against a naive run with bounded channels.
 
-use std::collections::VecDeque;
-
 use meshwork_pipeline::{Generator, Lowered, breadth_first, lower};
+use std::collections::VecDeque;
 
 /// Whether all ranks reach their ends, if a send waits while `room` messages wait for the same receiver.
 fn ends(lowered: &Lowered, room: usize) -> bool {

@@ -1,8 +1,7 @@
 //! Every generator, over every small shape: valid, with the activations and bubbles of the closed forms.
 
-use std::time::{Duration, Instant};
-
 use meshwork_pipeline::{Costs, Generator, Schedule, Shape, check, forward_only, lower, simulate};
+use std::time::{Duration, Instant};
 
 /// Every shape of a small sweep that the generator takes: p ≤ 8, v ≤ 4, m ≤ 16.
 fn shapes(generator: Generator) -> impl Iterator<Item = Shape> {

@@ -5,6 +5,7 @@ use meshwork_core::rules::Operand;
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
 use meshwork_nn::LayerNorm;
 use meshwork_tensor::meta::Meta;
+use meshwork_tensor::op::MlpKind;
 use meshwork_tensor::tape::{Backward, Encoded, Encoding, Forward, HalfType, Keep, Mode, Op, Position};
 use meshwork_tensor::{Declarations, Init, Params, Result, Tape, Tensor};
 use meshwork_tensor_parallel::{ColumnLinear, ParallelMlp, Region, RowLinear};
@@ -65,7 +66,7 @@ impl Layer {
         let [ln1, ln2] = [LayerNorm::new(d, "ln1", h, true)?, LayerNorm::new(d, "ln2", h, true)?];
         let [q, k, v] = [heads(d, "q")?, heads(d, "k")?, heads(d, "v")?];
         let out = RowLinear::new(d, &mesh, "out", (&[a, dim], 0), h, true, init())?;
-        let mlp = ParallelMlp::new(d, &mesh, "mlp", h, 4 * h, true, [init(), init()])?;
+        let mlp = ParallelMlp::new(d, &mesh, "mlp", MlpKind::Gelu, [h, 4 * h], true, [init(), init()])?;
 
         let (rank, device) = (Arc::new(Rank::recording(&mesh, 0).expect("a rank")), Meta::device());
         let layout = [declared.ids().collect()];

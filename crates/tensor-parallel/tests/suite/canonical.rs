@@ -4,10 +4,10 @@
 use crate::common::{Input, Outcome, Program, real};
 use meshwork_core::{Axis, DType, Mesh, Rank, Types};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Placement, Role, Tape, Tensor};
-use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region};
+use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelMlp, Region};
 use std::sync::Arc;
 
 const HIDDEN: usize = 24;
@@ -62,7 +62,7 @@ fn mlp_without_biases_has_the_bits_of_one_rank() {
     assert_bits("mlp", |degree, region| {
         let mut program = Program::new(
             real,
-            |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, 40, false, init()),
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", MlpKind::Gelu, [HIDDEN, 40], false, init()),
             |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
         program.blocks = Some(BLOCKS);
@@ -75,7 +75,7 @@ fn swiglu_has_the_bits_of_one_rank() {
     assert_bits("swiglu", |degree, region| {
         let mut program = Program::new(
             real,
-            |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, 40, false, init()),
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", MlpKind::SwiGlu, [HIDDEN, 40], false, init()),
             |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
         program.blocks = Some(BLOCKS);

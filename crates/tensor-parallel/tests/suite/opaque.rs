@@ -8,6 +8,7 @@ use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::FlatParts;
+use meshwork_tensor::op::MlpKind;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Normaliser, Position, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
@@ -39,7 +40,7 @@ impl Gpt {
                 LayerNorm::new(params, &name("ln_1"), HIDDEN, true)?,
                 ParallelAttention::new(params, mesh, &name("attn"), HIDDEN, 4, true, [init, init])?,
                 LayerNorm::new(params, &name("ln_2"), HIDDEN, true)?,
-                ParallelMlp::new(params, mesh, &name("mlp"), HIDDEN, 4 * HIDDEN, true, [init, init])?,
+                ParallelMlp::new(params, mesh, &name("mlp"), MlpKind::Gelu, [HIDDEN, 4 * HIDDEN], true, [init, init])?,
             ))
         };
         Ok(Self {

@@ -2,11 +2,10 @@
 //! `check_layer`.
 
 use meshwork_core::{Axis, Mesh, Ty};
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{
-    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region, RowLinear,
-    VocabParallelEmbedding,
+    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
 };
 use meshwork_testkit::check::{LayerInput, check_layer};
 
@@ -61,13 +60,13 @@ fn blocks() {
         check(
             "mlp",
             hidden,
-            |params, mesh| ParallelMlp::new(params, mesh, "mlp", HIDDEN, ffn, true, [init(); 2]),
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", MlpKind::Gelu, [HIDDEN, ffn], true, [init(); 2]),
             |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.3),
         );
         check(
             "swiglu",
             hidden,
-            |params, mesh| ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, ffn, false, [init(); 2]),
+            |params, mesh| ParallelMlp::new(params, mesh, "mlp", MlpKind::SwiGlu, [HIDDEN, ffn], false, [init(); 2]),
             |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
     }

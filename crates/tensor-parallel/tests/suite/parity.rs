@@ -5,13 +5,12 @@
 
 use crate::common::{Input, Outcome, Program, integer, real};
 use meshwork_core::{Axis, Mesh, Ty};
-use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, RmsNorm, SelfAttention, SwiGlu};
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, RmsNorm, SelfAttention};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Declarations, Init, Var};
 use meshwork_tensor_parallel::{
-    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region, RowLinear,
-    VocabParallelEmbedding,
+    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
 };
 use meshwork_testkit::parity::{assert_close, norm_of_all};
 
@@ -122,7 +121,7 @@ fn parallel_mlp_equals_mlp() {
             |params, _| {
                 Ok((
                     LayerNorm::new(params, "ln", HIDDEN, true)?,
-                    Mlp::new(params, "mlp", HIDDEN, FFN, true, 0.02, 0.02)?,
+                    Mlp::new(params, "mlp", MlpKind::Gelu, [HIDDEN, FFN], true, [0.02, 0.02])?,
                 ))
             },
             |(norm, mlp), tape, v| {
@@ -136,7 +135,7 @@ fn parallel_mlp_equals_mlp() {
                 real,
                 |params, mesh| {
                     let norm = LayerNorm::new(params, "ln", HIDDEN, true)?;
-                    Ok((norm, ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, true, [init(); 2])?))
+                    Ok((norm, ParallelMlp::new(params, mesh, "mlp", MlpKind::Gelu, [HIDDEN, FFN], true, [init(); 2])?))
                 },
                 |(norm, mlp), tape, v| mlp.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), dropout),
             );
@@ -257,7 +256,7 @@ fn parallel_swiglu_equals_swiglu() {
             real,
             |params, _| {
                 let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
-                Ok((norm, SwiGlu::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.02)?))
+                Ok((norm, Mlp::new(params, "mlp", MlpKind::SwiGlu, [HIDDEN, FFN], bias, [0.02, 0.02])?))
             },
             |(norm, mlp), tape, v| {
                 let y = mlp.forward(tape, &norm.forward(tape, &v[0])?)?;
@@ -270,7 +269,10 @@ fn parallel_swiglu_equals_swiglu() {
                 real,
                 |params, mesh| {
                     let norm = RmsNorm::new(params, "ln", HIDDEN, 1e-5)?;
-                    Ok((norm, ParallelSwiGlu::new(params, mesh, "mlp", HIDDEN, FFN, bias, [init(); 2])?))
+                    Ok((
+                        norm,
+                        ParallelMlp::new(params, mesh, "mlp", MlpKind::SwiGlu, [HIDDEN, FFN], bias, [init(); 2])?,
+                    ))
                 },
                 |(norm, mlp), tape, v| mlp.forward(tape, &norm.operand(tape, &v[0])?, region, Some(&v[0]), dropout),
             );
@@ -290,7 +292,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
                 Ok((
                     LayerNorm::new(params, "ln", HIDDEN, bias)?,
                     SelfAttention::new(params, "attn", HIDDEN, HEADS, bias, 0.02, 0.02)?,
-                    Mlp::new(params, "mlp", HIDDEN, FFN, bias, 0.02, 0.02)?,
+                    Mlp::new(params, "mlp", MlpKind::Gelu, [HIDDEN, FFN], bias, [0.02, 0.02])?,
                 ))
             },
             |(norm, attention, mlp), tape, v| {
@@ -308,7 +310,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
                     Ok((
                         LayerNorm::new(params, "ln", HIDDEN, bias)?,
                         ParallelAttention::new(params, mesh, "attn", HIDDEN, HEADS, bias, [init(); 2])?,
-                        ParallelMlp::new(params, mesh, "mlp", HIDDEN, FFN, bias, [init(); 2])?,
+                        ParallelMlp::new(params, mesh, "mlp", MlpKind::Gelu, [HIDDEN, FFN], bias, [init(); 2])?,
                     ))
                 },
                 |(norm, attention, mlp), tape, v| {
@@ -474,7 +476,8 @@ fn features_that_tp_does_not_divide_are_refused_by_name() {
         "h.0.attn.qkv: dim 1 of extent 4 cannot be cut over tp=5: the degree must divide it: 1, 2, 4"
     );
     let mut canonical = Declarations::canonical(8);
-    let mlp = ParallelMlp::new(&mut canonical, &mesh, "h.0.mlp", HIDDEN, FFN, true, [init(); 2]).unwrap_err();
+    let mlp = ParallelMlp::new(&mut canonical, &mesh, "h.0.mlp", MlpKind::Gelu, [HIDDEN, FFN], true, [init(); 2])
+        .unwrap_err();
     assert_eq!(
         mlp.to_string(),
         "h.0.mlp.up: dim 0 of extent 24 cannot be cut over tp=5: the degree must divide it: 1, 2, 3, 4, 6, 8, 12, 24"

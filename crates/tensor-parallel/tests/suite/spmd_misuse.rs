@@ -77,7 +77,7 @@ impl Bench {
 }
 
 fn types(tp: Ty) -> Types {
-    Types::of(&[(TP, tp), (DP, S(0))])
+    Types::new(&[(TP, tp), (DP, S(0))])
 }
 
 /// Runs a program on one rank and as one of two ranks per axis: refused both times, in these words.

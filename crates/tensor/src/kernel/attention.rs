@@ -4,6 +4,7 @@ use super::Rotary;
 use super::table::*;
 use crate::random::Key;
 use meshwork_core::Buffer;
+use std::iter;
 use std::ops::Range;
 
 /// Extents of `qkv [batch, seq, 3, heads, head_dim]`; `out` is `[batch, seq, heads, head_dim]`.
@@ -19,27 +20,10 @@ pub struct AttentionShape {
     pub head_dim: usize,
 }
 
-impl AttentionShape {
-    /// (query, key) pairs that the causal mask keeps, over all heads and sequences, if each sequence is one document.
-    pub fn pairs(&self) -> u64 {
-        let seq = self.seq as u64;
-        (self.batch * self.heads) as u64 * (seq * (seq + 1) / 2)
-    }
-
-    /// Forward: two products, QKᵀ and PV.
-    pub fn forward_flops(&self) -> u64 {
-        4 * self.head_dim as u64 * self.pairs()
-    }
-
-    /// Backward: QKᵀ again, dV, dP, dQ, dK.
-    pub fn backward_flops(&self) -> u64 {
-        10 * self.head_dim as u64 * self.pairs()
-    }
-}
-
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
 /// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
-/// and sees the keys up to its own: queries behind the last key see all of them.
+/// or what the [masks](fn@AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see
+/// all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.
@@ -48,6 +32,10 @@ pub struct GroupedShape {
     pub keys: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first_key: usize,
+    /// Tokens of a whole sequence. Positions of documents are those of all, and dropout numbers pairs of them.
+    pub sequence: usize,
     /// Heads of queries here to one of keys and values.
     pub group: usize,
     /// Heads of keys and values in memory.
@@ -62,12 +50,27 @@ impl GroupedShape {
     /// Every head with keys and values of its own, every query with a key.
     pub fn alone(queries: AttentionShape) -> Self {
         let (keys, kv_heads) = (queries.seq, queries.heads);
-        Self { queries, keys, first_query: 0, group: 1, kv_heads, first_kv_head: 0, rotary: None }
+        Self {
+            queries,
+            keys,
+            first_query: 0,
+            first_key: 0,
+            sequence: keys,
+            group: 1,
+            kv_heads,
+            first_kv_head: 0,
+            rotary: None,
+        }
     }
 
     /// The tokens that the queries are.
     pub fn tokens(&self) -> Range<usize> {
         self.first_query..self.first_query + self.queries.seq
+    }
+
+    /// The tokens that the keys are.
+    pub fn key_tokens(&self) -> Range<usize> {
+        self.first_key..self.first_key + self.keys
     }
 
     /// Whether the queries are all tokens.
@@ -80,25 +83,50 @@ impl GroupedShape {
         self.queries.batch * self.keys * 2 * self.kv_heads * self.queries.head_dim
     }
 
-    /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
-    pub fn pairs(&self) -> u64 {
+    /// (query, key) pairs that the masks keep, over all heads and sequences of one document each.
+    pub fn pairs(&self, masks: &AttentionMasks<'_>) -> u64 {
         let AttentionShape { batch, heads, .. } = self.queries;
-        let seen = |tokens: usize| {
-            let (own, behind) = (tokens.min(self.keys) as u64, tokens.saturating_sub(self.keys));
-            own * (own + 1) / 2 + (behind * self.keys) as u64
-        };
-        (batch * heads) as u64 * (seen(self.tokens().end) - seen(self.first_query))
+        let pairs = masks.runs(*self).into_iter().map(|run| seen_pairs(run, self.key_tokens(), masks.window));
+        (batch * heads) as u64 * pairs.sum::<u64>()
     }
 
     /// Forward: two products, QKᵀ and PV.
-    pub fn forward_flops(&self) -> u64 {
-        4 * self.queries.head_dim as u64 * self.pairs()
+    pub fn forward_flops(&self, masks: &AttentionMasks<'_>) -> u64 {
+        4 * self.queries.head_dim as u64 * self.pairs(masks)
     }
 
     /// Backward: QKᵀ again, dV, dP, dQ, dK.
-    pub fn backward_flops(&self) -> u64 {
-        10 * self.queries.head_dim as u64 * self.pairs()
+    pub fn backward_flops(&self, masks: &AttentionMasks<'_>) -> u64 {
+        10 * self.queries.head_dim as u64 * self.pairs(masks)
     }
+}
+
+/// Pairs of one of `queries` and a key that it sees, among the tokens `keys`: its own, those before it, and with a
+/// window no more than that many of them.
+pub fn seen_pairs(queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
+    let up_to_own = |tokens: usize| {
+        let own = tokens.min(keys.end).saturating_sub(keys.start) as u64;
+        own * (own + 1) / 2 + (tokens.saturating_sub(keys.end) * keys.len()) as u64
+    };
+    let seen = |tokens: usize| up_to_own(tokens) - window.map_or(0, |window| up_to_own(tokens.saturating_sub(window)));
+    seen(queries.end) - seen(queries.start)
+}
+
+/// Rows of heads whose features turn by the positions of their tokens, of `[batch, seq, all, head_dim]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TurnedHeads {
+    /// The angles.
+    pub rotary: Rotary,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// The position of the first of them.
+    pub first: usize,
+    /// Heads of a token in memory, such as those of keys and of values.
+    pub all: usize,
+    /// Heads of a token that turn, the first ones.
+    pub heads: usize,
+    /// Features of a head.
+    pub head_dim: usize,
 }
 
 /// Dropout of attention probabilities, by global position: (sample, head, query, key).
@@ -126,22 +154,48 @@ pub struct DocumentPositions<'a> {
     pub apart: bool,
 }
 
-/// Masks of attention, besides the causal mask.
+/// Which pairs of a query and a key count, and how much.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionMasks<'a> {
     /// Dropout of attention probabilities.
     pub dropout: Option<&'a AttentionDropout>,
     /// The documents of each sequence; without them, a sequence is one document.
     pub documents: Option<DocumentPositions<'a>>,
+    /// Keys that a query sees at most: its own and those before it. A query that sees no key has the output 0 and the
+    /// log-sum-exp -∞.
+    pub window: Option<usize>,
+    /// The tokens that the queries are, in runs; without them, those from `first_query` on.
+    pub runs: Option<&'a [Range<usize>]>,
+}
+
+impl AttentionMasks<'_> {
+    /// The tokens that the queries are, in runs.
+    pub fn runs(&self, shape: GroupedShape) -> Vec<Range<usize>> {
+        self.runs.map_or_else(|| iter::once(shape.tokens()).collect(), <[_]>::to_vec)
+    }
+
+    /// The keys that one of these queries sees, if there are as many: what must travel to the queries where other ranks
+    /// hold the keys.
+    ///
+    /// ```
+    /// use meshwork_tensor::kernel::AttentionMasks;
+    ///
+    /// let masks = AttentionMasks { window: Some(4), ..AttentionMasks::default() };
+    /// assert_eq!(masks.keys_of(&(10..12)), 7..12);
+    /// ```
+    pub fn keys_of(&self, queries: &Range<usize>) -> Range<usize> {
+        let first = self.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
+        first.min(queries.end)..queries.end
+    }
 }
 
 kernels! {
-    /// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `decode` take 16 bits.
+    /// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `turn` take 16 bits.
     pub trait Attention at attention {
         /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
         fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>
             | profile(Attention: qkv), halves(as_is),
-              meta(flops Attention: shape.forward_flops();
+              meta(flops Attention: GroupedShape::alone(shape).forward_flops(&masks);
                    qkv => qkv.count() / 3, qkv.dtype().widened() => shape.batch * shape.heads * shape.seq);
 
         /// dqkv; probabilities are recomputed from lse.
@@ -155,7 +209,7 @@ kernels! {
             masks: AttentionMasks<'_>,
         ) -> Result<Buffer>
             | profile(Attention: dout, qkv, out, lse), halves(alike dout, qkv, out -> qkv),
-              meta(flops Attention: shape.backward_flops(); like qkv);
+              meta(flops Attention: GroupedShape::alone(shape).backward_flops(&masks); like qkv);
 
         /// (out, lse) of groups.
         fn grouped(
@@ -166,22 +220,16 @@ kernels! {
             masks: AttentionMasks<'_>,
         ) -> Result<(Buffer, Buffer)>
             | profile(Attention: q, kv), halves(alike q, kv -> q),
-              meta(flops Attention: shape.forward_flops(); q => q.count(),
+              meta(flops Attention: shape.forward_flops(&masks); q => q.count(),
                    q.dtype().widened() => shape.queries.batch * shape.queries.heads * shape.queries.seq);
 
-        /// Writes the keys, rotated, and the values of the queries' tokens into the cache, `[batch, keys, 2, kv_heads,
-        /// head_dim]`, behind those of the tokens before, and returns the output of the queries.
-        fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
-            | profile(Attention: q, kv), halves({
-                  let [wide_q, kv] = self.all_wide([q, kv])?;
-                  let out = self.write(cache, 0..cache.count(), true, |cache, _| {
-                      self.inner.attention()?.decode(shape, &wide_q, &kv, cache)
-                  })?;
-                  self.rounded(out, q.dtype())
-              }), meta(flops Attention: shape.forward_flops(); like q);
+        /// A copy of heads after the rotation that [`grouped`](Self::grouped) applies with a rotary embedding.
+        fn turn(&self, of: TurnedHeads, x: &Buffer) -> Result<Buffer>
+            | profile(Attention: x), halves(wide x -> x), meta(like x);
 
-        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and
-        /// zero, of either sign, for keys and values that no query here sees.
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), then over
+        /// the runs of queries one after the other, and zero, of either sign, for keys and values that no query here
+        /// sees.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,
@@ -198,6 +246,19 @@ kernels! {
                   let (dq, dkv) = self.inner.attention()?.grouped_grad(shape, dout, q, kv, out, lse, masks)?;
                   Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
               }),
-              meta(flops Attention: shape.backward_flops(); q => q.count(), kv => kv.count());
+              meta(flops Attention: shape.backward_flops(&masks); q => q.count(), kv => kv.count());
+
+        /// Joins the attention of the same queries over other keys, (`part`, `part_lse`), to `out [batch, seq, heads,
+        /// head_dim]` and `lse [batch, heads, seq]`: the results of a softmax over the keys of both. All are of the
+        /// type of lse.
+        fn join(
+            &self,
+            shape: AttentionShape,
+            out: &mut Buffer,
+            lse: &mut Buffer,
+            part: &Buffer,
+            part_lse: &Buffer,
+        ) -> Result<()>
+            | profile(Attention: part, part_lse, out, out, lse, lse), halves(as_is), meta(nothing);
     }
 }

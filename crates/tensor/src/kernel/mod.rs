@@ -34,7 +34,10 @@ mod routing;
 mod traffic;
 mod windows;
 
-pub use attention::{Attention, AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape};
+pub use attention::{
+    Attention, AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, TurnedHeads,
+    seen_pairs,
+};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use compression::Compression;
 pub use elementwise::{Elementwise, HostFn, Map, Zip};

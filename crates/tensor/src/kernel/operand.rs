@@ -65,6 +65,7 @@ plain!(
     Windows,
     AttentionShape,
     GroupedShape,
+    TurnedHeads,
     VocabShard,
     &Selection,
     Pick,

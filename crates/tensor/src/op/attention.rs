@@ -1,6 +1,6 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
-use super::documents::{self, Documents, Masking};
+use super::documents::{self, Mask, Masking};
 use crate::error::Result;
 use crate::kernel::{AttentionShape, GroupedShape};
 use crate::shape::Shape;
@@ -18,14 +18,15 @@ struct CausalAttention {
 
 impl Var {
     /// `[b, s, 3, heads, d] → [b, s, heads, d]`. Heads may be sharded; the sequence may not (that is context
-    /// parallelism). `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is
-    /// one.
-    pub fn causal_attention(&self, documents: Option<&Documents>, dropout: Option<(f32, &str)>) -> Result<Var> {
+    /// parallelism). `mask` are documents, a window or both; `dropout` is (p, layer name) for the attention
+    /// probabilities.
+    pub fn causal_attention<'a>(&self, mask: impl Into<Mask<'a>>, dropout: Option<(f32, &str)>) -> Result<Var> {
+        let mask = mask.into();
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
-        let op = CausalAttention { types: self.types(), shape, masks: Masking::new(self, 3, documents, dropout)? };
-        match documents {
+        let op = CausalAttention { types: self.types(), shape, masks: Masking::new(self, 3, mask, dropout)? };
+        match mask.documents {
             None => self.tape().apply(op, &[self]),
             Some(documents) => self.tape().apply(op, &[self, &documents.positions]),
         }
@@ -74,7 +75,8 @@ impl Op for CausalAttention {
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
             let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
-            let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv, cx.tape().cache_group(self.types))?;
+            let (masks, group) = (self.masks.with(None), cx.tape().cache_group(self.types));
+            let out = cache.attend(qkv.device(), GroupedShape::alone(s), [&q, &kv], masks, group)?;
             return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
         }
         let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks.with(inputs.get(1).copied()))?;

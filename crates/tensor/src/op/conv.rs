@@ -101,7 +101,7 @@ impl Op for Conv2d {
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let ([m, n, k], windows, device) = (self.mnk(), self.windows(), grad.device());
-        let db = if let Some(shape) = self.bias { Some(bias_grad(cx, 2, &grad, shape, self.tokens)?) } else { None };
+        let db = self.bias.map(|shape| bias_grad(cx, 2, &grad, shape, self.tokens)).transpose()?;
         let mut dw = None;
         if cx.needs(1) {
             let (patches, rows) = (self.patches(&cx.saved(0)?)?, m / windows.samples);

@@ -1,4 +1,4 @@
-//! Documents that follow each other in a sequence, as an operand of attention.
+//! What hides keys from queries, besides the causal mask: documents that follow each other in a sequence, and a window.
 
 use super::dropout::random_scalars;
 use crate::error::{Error, Result};
@@ -18,22 +18,38 @@ pub struct Documents {
     pub apart: bool,
 }
 
+/// Which of the tokens before a query, and itself, it sees: all, unless this says otherwise.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Mask<'a> {
+    /// The documents of each sequence; without them, a sequence is one document.
+    pub documents: Option<&'a Documents>,
+    /// A sliding window: a query sees at most this many tokens, its own and the last before it (Beltagy et al.,
+    /// arXiv:2004.05150; Mistral 7B, arXiv:2310.06825).
+    pub window: Option<usize>,
+}
+
+impl<'a> From<Option<&'a Documents>> for Mask<'a> {
+    fn from(documents: Option<&'a Documents>) -> Self {
+        Self { documents, window: None }
+    }
+}
+
 /// What decides, in an attention, which pairs of tokens count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Masking {
     dropout: Option<AttentionDropout>,
     /// Of documents: whether they are apart.
     apart: Option<bool>,
+    window: Option<usize>,
 }
 
 impl Masking {
     /// Of queries whose heads are dim `heads`, at their place among all samples and heads.
-    pub(super) fn new(
-        queries: &Var,
-        heads: usize,
-        documents: Option<&Documents>,
-        dropout: Option<(f32, &str)>,
-    ) -> Result<Self> {
+    pub(super) fn new(queries: &Var, heads: usize, mask: Mask<'_>, dropout: Option<(f32, &str)>) -> Result<Self> {
+        if mask.window == Some(0) {
+            let problem = "a sliding window of 0 tokens: a query sees at least itself".to_owned();
+            return Err(Error::Shape { op: "attention", problem, shapes: Vec::new() });
+        }
         let (offset, global) = queries.global_position();
         let training = queries.tape().mode() == Mode::Train;
         let dropout = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| {
@@ -41,7 +57,8 @@ impl Masking {
             let (first_sample, first_head, global_heads) = (offset[0], offset[heads], global[heads]);
             Ok::<_, Error>(AttentionDropout { p, key, first_sample, first_head, global_heads })
         });
-        Ok(Self { dropout: dropout.transpose()?, apart: documents.map(|documents| documents.apart) })
+        let apart = mask.documents.map(|documents| documents.apart);
+        Ok(Self { dropout: dropout.transpose()?, apart, window: mask.window })
     }
 
     /// Whether the attention takes positions.
@@ -53,11 +70,12 @@ impl Masking {
     pub(super) fn with<'a>(&'a self, positions: Option<&'a Tensor>) -> AttentionMasks<'a> {
         let documents = self.apart.zip(positions.map(Tensor::buffer));
         let documents = documents.map(|(apart, positions)| DocumentPositions { positions, apart });
-        AttentionMasks { dropout: self.dropout.as_ref(), documents }
+        AttentionMasks { dropout: self.dropout.as_ref(), documents, window: self.window, runs: None }
     }
 
     pub(super) fn scalars(&self) -> Vec<(&'static str, f64)> {
-        self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key))
+        let dropout = self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key));
+        dropout.into_iter().chain(self.window.map(|window| ("window", window as f64))).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! More than 400 lines: the heads that fit, the runs of queries, and both directions of one operation.
 
-use super::documents::{self, Documents, Masking};
+use super::documents::{self, Mask, Masking};
 use super::exchange::{Exchange, Exchanged};
 use super::order::Order;
 use crate::device::Device;
@@ -53,34 +53,34 @@ impl Var {
     ///
     /// The sequence of the queries may be sharded where keys and values are `Replicate`: each rank's queries read the
     /// keys of all tokens up to their own, as `all_gather` brings them together. The gradient of keys and values is
-    /// `Partial` there. In `documents` the positions are those of all tokens.
+    /// `Partial` there. The positions of documents are those of all tokens.
     ///
     /// Heads may be sharded. Either the heads of keys and values are sharded too, and each rank holds whole groups. Or
     /// there are fewer of them than ranks: then keys and values are `Replicate`, each rank reads the heads that its
     /// queries need, and their gradient is `Partial`.
     ///
-    /// `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is one.
-    pub fn grouped_attention(
+    /// `mask` are documents, a window or both; `dropout` is (p, layer name) for the attention probabilities.
+    pub fn grouped_attention<'a>(
         &self,
         kv: &Var,
         rotary: Option<Rotary>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
-        self.grouped_attention_in(&Order::default(), kv, rotary, documents, dropout)
+        self.grouped_attention_in(&Order::default(), kv, rotary, mask, dropout)
     }
 
-    /// The same with queries whose tokens lie in `order`. Keys, values and `documents` lie in the order of the
+    /// The same with queries whose tokens lie in `order`. Keys, values and documents lie in the order of the
     /// sequence.
     ///
     /// # Errors
     /// A sequence that is not divisible into the chunks of the order.
-    pub fn grouped_attention_in(
+    pub fn grouped_attention_in<'a>(
         &self,
         order: &Order,
         kv: &Var,
         rotary: Option<Rotary>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
         let (offset, global) = self.global_position();
@@ -91,26 +91,26 @@ impl Var {
             true => std::iter::once(first..first + held).collect(),
             false => order.tokens(all, first..first + held)?,
         };
-        self.attention_of(runs, None, kv, rotary, documents, dropout)
+        self.attention_of(runs, None, kv, rotary, mask.into(), dropout)
     }
 
     /// The same with keys and values that are cut along the sequence like the queries: the ranks of an axis exchange
-    /// what `exchange` says. Queries, keys and values lie in `order`, `documents` in that of the sequence.
+    /// what `exchange` says. Queries, keys and values lie in `order`, documents in that of the sequence.
     ///
     /// # Errors
     /// Those of the exchange.
-    pub fn exchanged_attention(
+    pub fn exchanged_attention<'a>(
         &self,
         exchange: Arc<dyn Exchange>,
         order: &Order,
         kv: &Var,
         rotary: Option<Rotary>,
-        documents: Option<&Documents>,
+        mask: impl Into<Mask<'a>>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
         let held = self.shape().get(1).copied().unwrap_or(0);
         let runs = std::iter::once(0..held).collect();
-        self.attention_of(runs, Some((exchange, order.clone())), kv, rotary, documents, dropout)
+        self.attention_of(runs, Some((exchange, order.clone())), kv, rotary, mask.into(), dropout)
     }
 
     fn attention_of(
@@ -119,7 +119,7 @@ impl Var {
         exchange: Option<(Arc<dyn Exchange>, Order)>,
         kv: &Var,
         rotary: Option<Rotary>,
-        documents: Option<&Documents>,
+        mask: Mask<'_>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
         let extents = self.shape();
@@ -137,14 +137,16 @@ impl Var {
         let of_keys = if exchange.is_some() { kv_global[1] } else { keys as u64 };
         let misfit = misfit.or((of_keys != global[1]).then_some("kv has the tokens that q has over all ranks"));
         let first_query = runs.first().map_or(0, |run| run.start);
-        let shape = GroupedShape { queries, keys, first_query, group, kv_heads, first_kv_head, rotary };
+        let sequence = of_keys as usize;
+        let shape =
+            GroupedShape { queries, keys, first_query, first_key: 0, sequence, group, kv_heads, first_kv_head, rotary };
         if misfit.is_none() {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
-        let masks = Masking::new(self, 2, documents, dropout)?;
+        let masks = Masking::new(self, 2, mask, dropout)?;
         let op =
             GroupedAttention { types: self.types(), shape, runs, tokens: Tokens::of(self, 2), masks, exchange, misfit };
-        match documents {
+        match mask.documents {
             None => self.tape().apply(op, &[self, kv]),
             Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),
         }
@@ -207,101 +209,60 @@ fn fit(
     }
 }
 
-/// Queries that are one run of tokens: their rows among the queries here, and the call of the kernel.
-struct Piece {
-    rows: Range<usize>,
-    shape: GroupedShape,
-}
-
 impl GroupedAttention {
     /// Whether the queries are all tokens in the order of the sequence.
     fn is_whole(&self) -> bool {
         self.runs.len() == 1 && self.shape.is_whole()
     }
 
+    /// The masks of the kernel, for queries of these runs.
+    fn masks<'a>(&'a self, positions: Option<&'a Tensor>, runs: &'a [Range<usize>]) -> AttentionMasks<'a> {
+        AttentionMasks { runs: (runs.len() > 1).then_some(runs), ..self.masks.with(positions) }
+    }
+
     /// The runs among these rows of the queries.
-    fn pieces(&self, rows: &Range<usize>) -> impl Iterator<Item = Piece> {
+    fn runs_of(&self, rows: &Range<usize>) -> Vec<Range<usize>> {
         let begins = self.runs.iter().scan(0, |at, run| Some(std::mem::replace(at, *at + run.len())));
-        let pieces = self.runs.iter().zip(begins).filter_map(|(run, begin)| {
-            let rows = rows.start.max(begin)..rows.end.min(begin + run.len());
-            let first_query = run.start + rows.start.max(begin) - begin;
-            let queries = AttentionShape { seq: rows.len(), ..self.shape.queries };
-            let shape = GroupedShape { queries, first_query, ..self.shape };
-            (!rows.is_empty()).then_some(Piece { rows, shape })
+        let runs = self.runs.iter().zip(begins).map(|(run, begin)| {
+            let of = |row: usize| run.start + row.clamp(begin, begin + run.len()) - begin;
+            of(rows.start)..of(rows.end)
         });
-        pieces.collect::<Vec<_>>().into_iter()
+        runs.filter(|run| !run.is_empty()).collect()
     }
 
-    /// `x [outer, seq, inner]` of the queries in a piece.
-    fn rows_of(&self, device: &dyn Device, x: &Buffer, [outer, inner]: [usize; 2], piece: &Piece) -> Result<Buffer> {
-        device.layout()?.narrow(x, outer, self.shape.queries.seq, inner, piece.rows.clone())
-    }
-
-    /// Writes `part`, of the queries in a piece, to its place in `x [outer, seq, inner]`.
-    fn put(&self, device: &dyn Device, part: &Buffer, inner: usize, piece: &Piece, x: &mut Buffer) -> Result<()> {
-        let (seq, each) = (self.shape.queries.seq, piece.rows.len() * inner);
-        (0..part.count() / each.max(1)).try_for_each(|at| {
-            device.layout()?.copy_into(part, at * each..(at + 1) * each, x, (at * seq + piece.rows.start) * inner)
-        })
-    }
-
-    /// (output, log-sum-exp) of all runs.
-    fn attend(
-        &self,
-        device: &dyn Device,
-        q: &Buffer,
-        kv: &Buffer,
-        masks: AttentionMasks<'_>,
-    ) -> Result<(Buffer, Buffer)> {
-        let (attention, of) = (device.attention()?, self.shape.queries);
-        if self.runs.len() == 1 {
-            return attention.grouped(self.shape, q, kv, masks);
-        }
-        let width = of.heads * of.head_dim;
-        let mut out = device.alloc(q.dtype(), q.count())?;
-        let mut lse = device.alloc(q.dtype().widened(), of.batch * of.heads * of.seq)?;
-        for piece in self.pieces(&(0..of.seq)) {
-            let q = self.rows_of(device, q, [of.batch, width], &piece)?;
-            let (part, sums) = attention.grouped(piece.shape, &q, kv, masks)?;
-            self.put(device, &part, width, &piece, &mut out)?;
-            self.put(device, &sums, 1, &piece, &mut lse)?;
-        }
-        Ok((out, lse))
-    }
-
-    /// The gradients of queries, and of keys and values. Those are summed over the runs of each of `slices` of the
-    /// queries, and over the slices in the tree.
+    /// The gradients of queries, and of keys and values. Those are summed over each of `slices` of the queries, and
+    /// over the slices in the tree.
     fn gradients_in(
         &self,
         slices: impl Iterator<Item = Range<usize>>,
         device: &dyn Device,
         [dout, q, kv, out, lse]: [&Buffer; 5],
-        masks: AttentionMasks<'_>,
+        positions: Option<&Tensor>,
     ) -> Result<(Buffer, Buffer)> {
-        let (attention, pointwise, all) = (device.attention()?, device.pointwise()?, self.shape.queries);
-        let (width, mut dq) = (all.heads * all.head_dim, device.alloc(q.dtype(), q.count())?);
+        let (attention, pointwise, layout) = (device.attention()?, device.pointwise()?, device.layout()?);
+        let AttentionShape { batch, seq, heads, head_dim } = self.shape.queries;
+        let (width, mut dq) = (heads * head_dim, device.alloc(q.dtype(), q.count())?);
         let join = |left: Result<Buffer>, right: Result<Buffer>| {
             let mut left = left?;
             pointwise.add_assign(&mut left, 0, &right?)?;
             Ok(left)
         };
         let mut sums = Counter::default();
-        for slice in slices {
-            let mut of_slice: Option<Result<Buffer>> = None;
-            for piece in self.pieces(&slice) {
-                let of = |x| self.rows_of(device, x, [all.batch, width], &piece);
-                let (dout, q, out) = (of(dout)?, of(q)?, of(out)?);
-                let lse = self.rows_of(device, lse, [all.batch * all.heads, 1], &piece)?;
-                let (part, share) = attention.grouped_grad(piece.shape, &dout, &q, kv, &out, &lse, masks)?;
-                self.put(device, &part, width, &piece, &mut dq)?;
-                of_slice = Some(match of_slice {
-                    None => Ok(share),
-                    Some(sum) => join(sum, Ok(share)),
-                });
+        for rows in slices.filter(|rows| !rows.is_empty()) {
+            let of = |x, outer, inner| layout.narrow(x, outer, seq, inner, rows.clone());
+            let (dout, q, out) = (of(dout, batch, width)?, of(q, batch, width)?, of(out, batch, width)?);
+            let lse = of(lse, batch * heads, 1)?;
+            let runs = self.runs_of(&rows);
+            let queries = AttentionShape { seq: rows.len(), ..self.shape.queries };
+            let shape = GroupedShape { queries, first_query: runs.first().map_or(0, |run| run.start), ..self.shape };
+            let masks = self.masks(positions, &runs);
+            let (part, share) = attention.grouped_grad(shape, &dout, &q, kv, &out, &lse, masks)?;
+            let each = rows.len() * width;
+            for sample in 0..batch {
+                let at = (sample * seq + rows.start) * width;
+                layout.copy_into(&part, sample * each..(sample + 1) * each, &mut dq, at)?;
             }
-            if let Some(share) = of_slice {
-                sums.push(1, share, join);
-            }
+            sums.push(1, Ok(share), join);
         }
         let sum = sums.finish(join).unwrap_or_else(|| device.alloc(kv.dtype(), kv.count()))?;
         Ok((dq, sum))
@@ -328,8 +289,8 @@ impl Op for GroupedAttention {
         let some = |axis, ty| ty == Ty::Shard(1) && matches!(kv.types.get(axis), Some(Ty::Replicate | Ty::Invariant));
         let of_all = q.types.iter().filter(|&(axis, ty)| !some(axis, ty) && !exchanged(axis)).collect::<Vec<_>>();
         let of_keys = kv.types.iter().filter(|&(axis, _)| !exchanged(axis)).collect::<Vec<_>>();
-        rules::along_dim(self.name(), Operand { types: Types::of(&of_all), ..q }, 1, &[])?;
-        for (x, whole) in [(q, 3), (Operand { types: Types::of(&of_keys), ..kv }, 1), (kv, 2)] {
+        rules::along_dim(self.name(), Operand { types: Types::new(&of_all), ..q }, 1, &[])?;
+        for (x, whole) in [(q, 3), (Operand { types: Types::new(&of_keys), ..kv }, 1), (kv, 2)] {
             rules::along_dim(self.name(), x, whole, &[])?;
         }
         operands[2..].iter().try_for_each(|positions| documents::infer(self.name(), operands[0], *positions))?;
@@ -388,9 +349,13 @@ impl Op for GroupedAttention {
             let masks = self.masks.with(inputs.get(2).copied());
             let call = Exchanged { tape: cx.tape(), device: q.device(), shape: s, masks, order };
             let (out, [q, kv, whole, lse]) = exchange.attend(&call, q, kv)?;
-            for saved in [&q, &kv, &whole] {
-                cx.save(saved)?;
+            for (i, saved) in [&q, &kv].into_iter().enumerate() {
+                match Arc::ptr_eq(saved.buffer().memory(), inputs[i].buffer().memory()) {
+                    true => cx.save_input(i)?,
+                    false => cx.save(saved)?,
+                }
             }
+            cx.save(&whole)?;
             cx.save_exact(&lse)?;
             inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
             return Ok(out);
@@ -402,11 +367,12 @@ impl Op for GroupedAttention {
                 || "decoding takes the queries of all new tokens: gather them".to_owned(),
                 inputs,
             )?;
-            let out = cache.attend(q.device(), s, q.buffer(), kv.buffer(), cx.tape().cache_group(self.types))?;
+            let (masks, group) = (self.masks.with(None), cx.tape().cache_group(self.types));
+            let out = cache.attend(q.device(), s, [q.buffer(), kv.buffer()], masks, group)?;
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
-        let (out, lse) =
-            self.attend(&**q.device(), q.buffer(), kv.buffer(), self.masks.with(inputs.get(2).copied()))?;
+        let masks = self.masks(inputs.get(2).copied(), &self.runs);
+        let (out, lse) = q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), masks)?;
         let out = Tensor::from_buffer(q.device(), out, q_shape)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
@@ -431,17 +397,16 @@ impl Op for GroupedAttention {
         }
         let slices = cx.tape().slices(self.name(), self.tokens)?.filter(|_| !self.tokens.are_whole());
         let saved = [&grad, &q, &kv, &out, &lse].map(Tensor::buffer);
-        let masks = self.masks.with(positions.as_ref());
         let seq = self.shape.queries.seq;
         let slices = slices.map_or(1, |slices| slices.here.len());
-        let (dq, dkv) = match (slices, self.runs.len()) {
-            (1, 1) => {
-                let [dout, q, kv, out, lse] = saved;
+        let (dq, dkv) = match slices {
+            1 => {
+                let ([dout, q, kv, out, lse], masks) = (saved, self.masks(positions.as_ref(), &self.runs));
                 grad.device().attention()?.grouped_grad(self.shape, dout, q, kv, out, lse, masks)?
             }
             _ => {
                 let slices = (0..slices).map(|slice| seq * slice / slices..seq * (slice + 1) / slices);
-                self.gradients_in(slices, &**grad.device(), saved, masks)?
+                self.gradients_in(slices, &**grad.device(), saved, positions.as_ref())?
             }
         };
         let gradient = |buffer, of: &Tensor| Tensor::from_buffer(grad.device(), buffer, of.shape());

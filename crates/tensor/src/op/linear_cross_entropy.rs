@@ -4,8 +4,8 @@
 //!
 //! Beside a chunk's logits it keeps x and a number for each token, where `linear` and `cross_entropy` keep all logits.
 //! It computes the product of the head four times instead of three. A chunk has tokens of one sample, and of one
-//! reduction block of a sequence that cp cuts, so that how a gradient is summed does not depend on the mesh. Losses and the gradient of x have the bits of `linear` and
-//! `cross_entropy`; the gradient of w is summed chunk by chunk.
+//! reduction block of a sequence that cp cuts, so that how a gradient is summed does not depend on the mesh. Losses and
+//! the gradient of x have the bits of `linear` and `cross_entropy`; the gradient of w is summed chunk by chunk.
 
 use super::loss::VocabLoss;
 use super::prelude::*;
@@ -113,8 +113,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Takes the chunks of a slice of some samples in turn: writes the gradient of their x, and adds the gradient of the
-    /// weight over all of them to `to`: a buffer, the first element in it, and whether to add to its old contents.
+    /// Takes the chunks of a slice of some samples in turn: writes the gradient of their x, and adds the gradient of
+    /// the weight over all of them to `to`: a buffer, the first element in it, and whether to add to its old contents.
     fn run(
         &mut self,
         samples: Range<usize>,

@@ -74,9 +74,10 @@ mod whole;
 
 pub use crate::kernel::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
-pub use documents::Documents;
+pub use documents::{Documents, Mask};
 pub use exchange::{Exchange, Exchanged};
 pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;
 pub use loss::VocabLoss;
 pub use order::Order;
+pub use swiglu::MlpKind;

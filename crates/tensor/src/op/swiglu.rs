@@ -2,6 +2,15 @@
 
 use super::prelude::*;
 
+/// The function between the two products of a feed-forward network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlpKind {
+    /// [GELU](Var::gelu).
+    Gelu,
+    /// [SwiGLU](Var::swiglu): the network is gated.
+    SwiGlu,
+}
+
 #[derive(Debug)]
 struct Swiglu;
 

@@ -40,7 +40,7 @@ impl Declarations {
 /// let w = all.declare("w", &[1, 2], Placement::replicated(), Role::Weight, Init::Ones)?;
 /// let mut params = Arc::new(Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &[vec![w]], 0)?);
 /// # let data = |tape: &Tape, values: &[f32], shape: [usize; 2]| {
-/// #     Tensor::from_slice(tape.device(), values, shape).map(|data| tape.constant(data, Types::of(&[(Axis::Dp, Ty::Shard(0))])))
+/// #     Tensor::from_slice(tape.device(), values, shape).map(|data| tape.constant(data, Types::new(&[(Axis::Dp, Ty::Shard(0))])))
 /// # };
 ///
 /// let tape = Tape::new(rank, params.clone(), device, Mode::Train, Position::default());

@@ -1,17 +1,11 @@
 //! The backward pass of a tape.
 
-use super::hooks::{Observers, Saved, Seen, Weights};
+use super::hooks::{Observers, Seen, Weights};
 use super::op::{Backward, Op};
+use super::prelude::*;
 use super::seed::{Normaliser, Seed};
-use super::sink::{GradShard, GradSink};
+use super::sink::GradShard;
 use super::uses::Uses;
-use super::{Padding, Source, Tape, Var};
-use crate::error::{Error, Result};
-use crate::param::ParamId;
-use crate::shape::Shape;
-use crate::tensor::Tensor;
-use meshwork_core::{DType, Ty, Types};
-use std::rc::Rc;
 
 /// One recorded operation, or an input.
 #[derive(Debug)]

@@ -37,9 +37,15 @@ impl<'a> CutCache<'a> {
     }
 
     /// The output of the new queries, after this rank has kept its part of their keys and values.
-    pub fn attend(&self, new: GroupedShape, q: &Buffer, kv: &Buffer, entry: &mut Buffer) -> Result<Buffer> {
+    pub fn attend(
+        &self,
+        new: GroupedShape,
+        [q, kv]: [&Buffer; 2],
+        entry: &mut Buffer,
+        masks: AttentionMasks<'_>,
+    ) -> Result<Buffer> {
         self.keep(new, kv, entry)?;
-        let (out, lse) = self.own(new, q, entry)?;
+        let (out, lse) = self.own(new, q, entry, masks)?;
         self.joined(new.queries, out, lse, q.dtype())
     }
 
@@ -55,8 +61,15 @@ impl<'a> CutCache<'a> {
         })
     }
 
-    /// The attention over the keys of this rank, in f32: zeros and -∞ for queries before all of them.
-    fn own(&self, new: GroupedShape, q: &Buffer, entry: &Buffer) -> Result<(Buffer, Buffer)> {
+    /// The attention over the keys of this rank, in f32: zeros and -∞ for queries before all of them, and for
+    /// those whose window is behind all of them.
+    fn own(
+        &self,
+        new: GroupedShape,
+        q: &Buffer,
+        entry: &Buffer,
+        masks: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
         let (device, layout) = (self.device, self.device.layout()?);
         let AttentionShape { batch, seq, heads, head_dim } = new.queries;
         let width = heads * head_dim;
@@ -71,7 +84,7 @@ impl<'a> CutCache<'a> {
             let first_query = self.past + before - self.first();
             let shape = GroupedShape { queries, keys: self.held, first_query, ..new };
             let q = layout.narrow(q, batch, seq, width, before..seq)?;
-            let (part, sums) = device.attention()?.grouped(shape, &q, entry, AttentionMasks::default())?;
+            let (part, sums) = device.attention()?.grouped(shape, &q, entry, masks)?;
             let part = self.cast(part, DType::F32)?;
             for sample in 0..batch {
                 let rows = sample * count * width..(sample + 1) * count * width;
@@ -102,7 +115,7 @@ impl<'a> CutCache<'a> {
         let of_ranks = |of: &dyn Fn(usize, usize) -> usize| -> Result<Buffer> {
             let numbers = (0..tokens).flat_map(|token| (0..ranks).map(move |rank| (token, rank)));
             let numbers: Vec<i32> = numbers.map(|(token, rank)| of(token, rank) as i32).collect();
-            Ok(device.upload(&Buffer::from_vec(numbers))?)
+            device.upload(&Buffer::from_vec(numbers))
         };
         let (ids, slots) = (of_ranks(&|_, rank| rank)?, of_ranks(&|token, rank| rank * tokens + token)?);
         let choices = Choices { ids: &ids, slots: &slots, k: ranks };

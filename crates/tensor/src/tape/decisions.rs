@@ -4,9 +4,7 @@
 //! not decide twice. So the gradient belongs to the forward whose output was sent on, even if the values behind a
 //! decision come out differently the second time.
 
-use super::{Mode, Tape};
-use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use super::prelude::*;
 use std::collections::VecDeque;
 
 /// The decisions of one forward pass, in their order.

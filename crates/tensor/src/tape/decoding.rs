@@ -5,7 +5,7 @@ use super::cut_cache::CutCache;
 use super::{Mode, Position, Tape};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::GroupedShape;
+use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, TurnedHeads};
 use crate::param::Params;
 use meshwork_core::{Axis, Buffer, Group, Rank, Ty, Types};
 use std::cell::{Cell, RefCell};
@@ -71,19 +71,20 @@ impl KeyValueCache {
         self.inner.ran.set(0);
     }
 
-    /// The attention of new tokens, after their keys and values have joined the cache.
+    /// The attention of new tokens, after their keys, rotated, and values have joined the cache.
     pub(crate) fn attend(
         &self,
         device: &Arc<dyn Device>,
         new: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
+        [q, kv]: [&Buffer; 2],
+        masks: AttentionMasks<'_>,
         cut_over: Option<&Group>,
     ) -> Result<Buffer> {
         let Inner { capacity, past, entries, ran } = &*self.inner;
-        let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past.get()));
+        let (number, past) = (ran.get(), past.get());
+        let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past));
         let keys = cut.as_ref().map_or(*capacity, |cut| cut.held);
-        let (number, shape) = (ran.get(), GroupedShape { keys, first_query: past.get(), ..new });
+        let shape = GroupedShape { keys, first_query: past, rotary: None, ..new };
         let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
         let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
         if tokens > *capacity {
@@ -100,10 +101,22 @@ impl KeyValueCache {
             return refuse(format!("attention {number} has a cache of {held} elements and needs {elements}"));
         }
         ran.set(number + 1);
-        match cut {
-            Some(cut) => cut.attend(new, q, kv, entry),
-            None => device.attention()?.decode(shape, q, kv, entry),
+        if let Some(cut) = cut {
+            return cut.attend(new, [q, kv], entry, masks);
         }
+        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
+        let (attention, layout) = (device.attention()?, device.layout()?);
+        let turned = |x: &Buffer, all, heads| match new.rotary {
+            None => Ok(x.clone()),
+            Some(rotary) => attention.turn(TurnedHeads { rotary, seq, first: past, all, heads, head_dim }, x),
+        };
+        let (q, kv) = (turned(q, heads, heads)?, turned(kv, 2 * shape.kv_heads, shape.kv_heads)?);
+        let row = 2 * shape.kv_heads * head_dim;
+        for sample in 0..batch {
+            let new = sample * seq * row..(sample + 1) * seq * row;
+            layout.copy_into(&kv, new, entry, (sample * capacity + past) * row)?;
+        }
+        Ok(attention.grouped(shape, &q, entry, masks)?.0)
     }
 }
 

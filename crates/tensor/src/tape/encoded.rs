@@ -6,15 +6,12 @@
 //! | [`Encoding::Half`], delayed precision reduction (section 4.3) | 16 bits of each element | rounded values |
 //! | [`Encoding::Sparse`], sparse storage and dense compute (section 4.2) | a bit of each element, and the elements that are not zero | the same bits |
 
-use super::hooks::{Saved, SavedPolicy, SavedTensor};
-use crate::error::Result;
-use crate::shape::Shape;
-use crate::tensor::Tensor;
-use meshwork_core::{Buffer, DType, Memory};
-use std::cell::RefCell;
+use super::hooks::{SavedPolicy, SavedTensor};
+use super::prelude::*;
+use meshwork_core::Memory;
 use std::ptr;
-use std::rc::{Rc, Weak};
-use std::sync::{Arc, Weak as WeakArc};
+use std::rc::Weak;
+use std::sync::Weak as WeakArc;
 
 /// Types of 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,8 +1,8 @@
 //! The true extents of the results of operations on [padded](Padding) shards.
 
-use super::{Op, Padded, Padding, Tape, Var};
-use crate::error::{Error, Result, divisors};
-use meshwork_core::{Axis, Ty, Types};
+use super::prelude::*;
+use super::{Op, Padded};
+use crate::error::divisors;
 
 /// One operand that is cut over an axis.
 struct Cut<'a> {

@@ -1,14 +1,9 @@
 //! The hooks of the tape.
 
-use super::{Padding, Position};
-use crate::error::{Error, Result};
-use crate::param::{ParamId, Params};
-use crate::tensor::Tensor;
-use meshwork_core::Types;
-use std::cell::RefCell;
+use super::Position;
+use super::prelude::*;
+use crate::param::Params;
 use std::fmt::{self, Debug};
-use std::rc::Rc;
-use std::sync::Arc;
 
 /// How an operation's saved tensors are stored for the backward pass: kept, compressed, offloaded, recomputed.
 pub trait SavedPolicy: Debug {

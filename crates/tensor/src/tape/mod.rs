@@ -12,6 +12,7 @@
 //! More than 400 lines: the documented public calls of one type.
 
 mod backward;
+mod blocks;
 mod cut_cache;
 mod decisions;
 mod decoding;
@@ -27,6 +28,20 @@ mod seed;
 mod sink;
 mod uses;
 mod var;
+
+/// Items that most of the tape's files use.
+mod prelude {
+    pub(super) use super::{GradSink, Mode, Padding, Saved, Source, Tape, Var};
+    pub(super) use crate::error::{Error, Result};
+    pub(super) use crate::param::ParamId;
+    pub(super) use crate::shape::Shape;
+    pub(super) use crate::tensor::Tensor;
+    pub(super) use meshwork_core::{Axis, Buffer, DType, SpmdError, Ty, Types};
+    pub(super) use std::cell::RefCell;
+    pub(super) use std::ops::Range;
+    pub(super) use std::rc::Rc;
+    pub(super) use std::sync::Arc;
+}
 
 pub use decisions::Decisions;
 pub use decoding::KeyValueCache;

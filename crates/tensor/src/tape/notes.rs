@@ -6,11 +6,9 @@
 //! Any other backward pass refuses notes that would be lost: auxiliary losses and statistics. Metrics change no number,
 //! and stay where they are.
 
-use super::{Mode, Normaliser, Seed, Source, Tape, Var};
-use crate::error::{Error, Result};
+use super::prelude::*;
+use super::{Normaliser, Seed};
 use crate::param::StatisticId;
-use crate::tensor::Tensor;
-use meshwork_core::{DType, SpmdError, Ty, Types};
 use std::collections::BTreeSet;
 
 /// A number for each sample, under a name.
@@ -78,7 +76,7 @@ impl Tape {
     /// # let w = all.declare("w", &[1, 2], Placement::replicated(), Role::Weight, Init::Ones)?;
     /// # let params = Arc::new(Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &[vec![w]], 0)?);
     /// # let data = |tape: &Tape, values: &[f32], shape: [usize; 2]| {
-    /// #     Tensor::from_slice(tape.device(), values, shape).map(|data| tape.constant(data, Types::of(&[(Axis::Dp, Ty::Shard(0))])))
+    /// #     Tensor::from_slice(tape.device(), values, shape).map(|data| tape.constant(data, Types::new(&[(Axis::Dp, Ty::Shard(0))])))
     /// # };
     /// // Two samples a step on each data-parallel rank, here on one tape.
     /// let position = Position { rank_samples: 2, ..Position::default() };

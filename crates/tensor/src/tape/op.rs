@@ -1,16 +1,11 @@
 //! The trait of operations.
 
-use super::hooks::{Make, ReadAgain, Recipe, Saved};
+use super::hooks::{Make, ReadAgain, Recipe};
 use super::padding::Padded;
-use super::sink::GradSink;
+use super::prelude::*;
 use super::uses::Uses;
-use super::{Source, Tape, Var};
-use crate::error::{Error, Result};
-use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
-use meshwork_core::{SpmdError, Types};
 use std::fmt::Debug;
-use std::rc::Rc;
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
 /// [`Tape::apply`](super::Tape::apply). If backward needs only inputs and result, [`Tape::custom`](super::Tape::custom)

@@ -4,8 +4,7 @@
 //! last ranks store zeros at the end. A value that is made of such a parameter is padded in the same way. It carries
 //! its true extent, so that gathering it gives exactly that, and an operation that would count the zeros is refused.
 
-use crate::shape::Shape;
-use meshwork_core::Axis;
+use super::prelude::*;
 
 /// The true extents of the dims that are cut, where the shards are padded with zeros: at most one for each axis.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]

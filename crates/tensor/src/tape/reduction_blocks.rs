@@ -16,13 +16,9 @@
 //!
 //! More than 400 lines: the rule of every sum, and the tape's side of it.
 
-use super::{Backward, GradShard, GradSlot, Source, Tape, Var};
-use crate::error::{Error, Result};
-use crate::param::ParamId;
-use crate::shape::Shape;
-use crate::tensor::Tensor;
-use meshwork_core::{Axes, Axis, Buffer, DType, Ty, tree};
-use std::ops::Range;
+use super::prelude::*;
+use super::{Backward, GradShard, GradSlot};
+use meshwork_core::{Axes, tree};
 use std::slice;
 
 /// How the terms of a contraction are cut. The terms are in consecutive `segments`, and block i is the i-th of `blocks`

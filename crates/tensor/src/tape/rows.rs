@@ -1,14 +1,10 @@
 //! Compression of rows that a layer exchanges between ranks, such as the tokens of experts: each row by itself, so that
 //! what is lost of a token depends neither on the others nor on how many ranks share them out.
 
-use super::Tape;
+use super::prelude::*;
 use crate::device::Device;
-use crate::error::{Error, Result};
 use crate::memory::Category;
 use meshwork_compress::{CompressError, Draws, Fold, Scheme, Shape, wire_bytes};
-use meshwork_core::{Axis, Buffer, DType};
-use std::ops::Range;
-use std::sync::Arc;
 
 /// The compression of rows that a layer exchanges between ranks, in forward and in backward; `None` sends them as they
 /// are. A scheme for a whole value, such as `quant:8`, applies to each row.

@@ -1,9 +1,7 @@
 //! Where a backward pass starts: the gradient of its outputs, with its types, and what a loss is divided by.
 
-use super::{Tape, Var};
-use crate::error::{Error, Result};
-use crate::tensor::Tensor;
-use meshwork_core::{ReduceOp, SpmdError, Ty, Types};
+use super::prelude::*;
+use meshwork_core::ReduceOp;
 
 /// The gradient of an output. Its types are the duals of the output's: of a `Replicate` output it is `Partial`, each
 /// rank's own part of a sum, and its types must say so.

@@ -1,10 +1,6 @@
 //! Where gradients of parameters go.
 
-use crate::error::Result;
-use crate::param::ParamId;
-use crate::tensor::Tensor;
-use meshwork_core::{Buffer, Types};
-use std::ops::Range;
+use super::prelude::*;
 
 /// A shard of a parameter's gradient: the sum over some samples.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,9 +1,6 @@
 //! How often each parameter is read on a tape.
 
-use super::Source;
-use super::sink::GradSink;
-use crate::error::Result;
-use crate::param::ParamId;
+use super::prelude::*;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 

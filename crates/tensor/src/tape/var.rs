@@ -1,10 +1,7 @@
 //! Properties of a value on a tape.
 
-use super::{Padding, Source, Tape, Var};
-use crate::error::Result;
-use crate::shape::{MAX_DIMS, Shape};
-use crate::tensor::Tensor;
-use meshwork_core::{Axis, DType, Ty, Types};
+use super::prelude::*;
+use crate::shape::MAX_DIMS;
 
 impl Var {
     /// The value on this rank.

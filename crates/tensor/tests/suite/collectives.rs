@@ -210,7 +210,7 @@ fn a_gradient_that_is_used_twice_is_not_reduced_in_place() {
 /// A shapes-only value on rank 0 of a mesh, for refusals.
 fn value(mesh: &str, types: &[(Axis, Ty)], shape: &[usize]) -> Var {
     let rank = Arc::new(Rank::recording(&mesh.parse::<Mesh>().unwrap(), 0).unwrap());
-    input(&crate::common::tape_on(&rank, Meta::device()), &vec![0.0; shape.iter().product()], shape, Types::of(types))
+    input(&crate::common::tape_on(&rank, Meta::device()), &vec![0.0; shape.iter().product()], shape, Types::new(types))
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn an_axis_of_degree_1_is_never_in_the_way() {
 #[test]
 fn samples_are_gathered_in_the_order_of_the_batch_over_both_data_axes() {
     let refused = on_mesh("dp=4,ep=2", |rank| {
-        let types = Types::of(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
+        let types = Types::new(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0))]);
         let at = rank.mesh().data_rank(rank.coords());
         let tape = tape_of(&rank);
         let x = input(&tape, &places()[6 * at..6 * at + 6], &[3, 2], types);
@@ -339,7 +339,7 @@ fn axes_of_other_types_are_refused_and_axes_that_the_mesh_lacks_count_for_nothin
     assert!(error.starts_with("all_gather: on axis ep, x is Invariant and all_gather takes Shard(0)"), "{error}");
     let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Dp, 2)]).unwrap(), 0).unwrap());
     let tape = crate::common::tape_on(&rank, Meta::device());
-    let x = input(&tape, &[0.0; 4], &[2, 2], Types::of(&[(Axis::Dp, Ty::Shard(0))]));
+    let x = input(&tape, &[0.0; 4], &[2, 2], Types::new(&[(Axis::Dp, Ty::Shard(0))]));
     assert_eq!(x.all_gather(Axis::DATA, 0).unwrap().shape()[..], [4, 2]);
     let error = x.all_gather(Axis::Tp, 0).unwrap_err().to_string();
     assert_eq!(error, "all_gather: on axis tp, x does not lie on this axis; use a mesh that has it");

@@ -11,7 +11,7 @@ use meshwork_tensor::Precision;
 use meshwork_tensor::device::{Kernels, Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Rotary, RowGroups};
+use meshwork_tensor::op::{Documents, Mask, Order, Rotary, RowGroups};
 use meshwork_tensor::tape::{HalfType, Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var, Widened};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -44,12 +44,14 @@ fn tokens(tape: &Tape) -> Var {
 }
 
 /// Sequences of one document each: what meta counts, which does not know the positions.
+const WINDOW: Mask<'static> = Mask { documents: None, window: Some(3) };
+
 fn documents(tape: &Tape, apart: bool) -> Documents {
     Documents { positions: ids(tape, &[0, 1, 2, 0, 1, 2], &[2, 3], types(Ty::Invariant)), apart }
 }
 
 pub fn types(tp: Ty) -> Types {
-    Types::of(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
+    Types::new(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
 }
 
 /// Every operation.
@@ -137,6 +139,10 @@ pub fn cases() -> Vec<Case> {
         }),
         case("grouped attention with positions", &[(&[2, 3, 4, 6], S(2)), (&[2, 3, 2, 12], S(3))], |tape, v| {
             v[0].grouped_attention(&v[1], Some(Rotary::new(1e4)), Some(&documents(tape, false)), None)
+        }),
+        case("attention with a window", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(WINDOW, None)),
+        case("grouped attention of runs with a window", &[(&[2, 8, 4, 6], S(2)), (&[2, 8, 2, 12], S(3))], |_, v| {
+            v[0].grouped_attention_in(&Order::zigzag(2), &v[1], Some(Rotary::new(1e4)), WINDOW, None)
         }),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
         case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),

@@ -136,7 +136,7 @@ fn two_axes_that_cut_one_dim_tile_the_mask() {
         let rank = Arc::new(Rank::recording(&mesh, world_rank).unwrap());
         let part = rank.coords().get(Axis::Dp) * 2 + rank.coords().get(Axis::Tp); // the slowest axis outermost
         let tape = tape_on(&rank, Cpu::device());
-        let cut = Types::of(&[(Axis::Tp, Ty::Shard(2)), (Axis::Dp, Ty::Shard(2))]);
+        let cut = Types::new(&[(Axis::Tp, Ty::Shard(2)), (Axis::Dp, Ty::Shard(2))]);
         let local = mask(&ones(&tape, &[SHAPE[0], SHAPE[1], SHAPE[2] / 4], cut));
         for (row, part_of_row) in tiled.chunks_mut(SHAPE[2]).zip(local.chunks(SHAPE[2] / 4)) {
             row[part * part_of_row.len()..][..part_of_row.len()].copy_from_slice(part_of_row);

@@ -37,7 +37,7 @@ impl GradSink for Shares {
 
 /// Types of the data, `on` tp.
 fn data(on: Ty) -> Types {
-    Types::of(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0)), (TP, on), (Axis::Cp, Ty::Invariant)])
+    Types::new(&[(Axis::Ep, Ty::Shard(0)), (Axis::Dp, Ty::Shard(0)), (TP, on), (Axis::Cp, Ty::Invariant)])
 }
 
 fn floats(name: &str) -> Vec<f32> {
@@ -190,7 +190,7 @@ fn what_has_no_canonical_numerics_is_refused() {
                 let x = x.copy(TP)?;
                 let tape = x.tape();
                 let held = SHAPE[2] / tape.rank().mesh().degree(TP);
-                let types = Types::of(&[
+                let types = Types::new(&[
                     (Axis::Ep, Ty::Replicate),
                     (Axis::Dp, Ty::Replicate),
                     (TP, Ty::Shard(0)),

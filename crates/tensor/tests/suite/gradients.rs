@@ -3,7 +3,7 @@
 use crate::common::check::{check, check_on};
 use crate::common::{NoParams, alone, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::{Moments, Rotary, RotaryScaling};
+use meshwork_tensor::op::{Mask, Moments, Order, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
@@ -176,6 +176,22 @@ fn causal_attention() {
     check("attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(None, None));
     // Longer than one block of queries.
     check("long attention", &[("qkv", &[1, 70, 3, 1, 1])], |_, v| v[0].causal_attention(None, None));
+    for window in [1, 3, 5] {
+        let mask = Mask { documents: None, window: Some(window) };
+        check("a window", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(mask, None));
+        let inputs: [(_, &[usize]); 2] = [("q", &[1, 8, 4, 2]), ("kv", &[1, 8, 2, 4])];
+        check("a window of runs", &inputs, |_, v| {
+            v[0].grouped_attention_in(&Order::zigzag(2), &v[1], Some(Rotary::new(10.0)), mask, None)
+        });
+    }
+}
+
+#[test]
+fn a_window_of_no_tokens_is_refused() {
+    let tape = tape_of(&alone());
+    let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
+    let refused = qkv.causal_attention(Mask { documents: None, window: Some(0) }, None).unwrap_err().to_string();
+    assert!(refused.contains("a sliding window of 0 tokens: a query sees at least itself"), "{refused}");
 }
 
 #[test]

@@ -300,7 +300,7 @@ fn batch_norm_over_dp_takes_each_rank_by_itself() {
     let x = values("x", 2 * n);
     let run = |rank: Arc<meshwork_core::Rank>, x: &[f64], samples: usize| {
         let tape = tape_of(&rank);
-        let ty = |ty| if rank.mesh().has(Axis::Dp) { Types::of(&[(Axis::Dp, ty)]) } else { Types::NONE };
+        let ty = |ty| if rank.mesh().has(Axis::Dp) { Types::new(&[(Axis::Dp, ty)]) } else { Types::NONE };
         let x = input(&tape, x, &[samples, 3, 3, 4], ty(Ty::Shard(0)));
         let [gamma, beta] = ["gamma", "beta"].map(|name| input(&tape, &values(name, 4), &[4], ty(Ty::Replicate)));
         let batch = x.batch_norm(&gamma, &beta, EPS).unwrap().0;

@@ -129,7 +129,7 @@ fn the_first_element_in_conflict_is_told_with_its_holders() {
 
 #[test]
 fn gradients_are_summed_where_the_parameter_was_read_replicate() {
-    let read = |dp, tp| Types::of(&[(Axis::Dp, dp), (Axis::Tp, tp)]);
+    let read = |dp, tp| Types::new(&[(Axis::Dp, dp), (Axis::Tp, tp)]);
     assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Shard(0))), [Axis::Dp]);
     assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Replicate)), [Axis::Dp, Axis::Tp]);
     assert_eq!(reduction_axes(read(Ty::Invariant, Ty::Replicate)), [Axis::Tp]);

@@ -201,7 +201,7 @@ fn a_mean_over_terms_counts_those_of_all_ranks() {
             _ if dp == 0 => &X[..1],
             _ => &X[1..],
         };
-        let types = Types::of(&[(Axis::Dp, Ty::Shard(0))]);
+        let types = Types::new(&[(Axis::Dp, Ty::Shard(0))]);
         let x = input(&tape, own, &[own.len()], types);
         let losses = x.mul(&x).unwrap();
         tape.backward_from_loss(&losses, normaliser(own.len()), Weights::Now, &mut NoParams).unwrap();
@@ -223,7 +223,7 @@ fn a_mean_over_terms_counts_those_of_all_ranks() {
 #[test]
 fn the_seed_of_a_replicate_output_says_its_type() {
     on_mesh("tp=2", |rank| {
-        let on = |ty| Types::of(&[(Axis::Tp, ty)]);
+        let on = |ty| Types::new(&[(Axis::Tp, ty)]);
         let run = |seed: fn(Tensor) -> Seed| {
             let tape = tape_of(&rank);
             let x = input(&tape, &[1.0, 2.0], &[2], on(Ty::Invariant));
@@ -239,11 +239,11 @@ fn the_seed_of_a_replicate_output_says_its_type() {
              (all_reduce, all_gather_invariant)"
         );
         assert_eq!(
-            run(|seed| Seed::typed(seed, Types::of(&[(Axis::Tp, Ty::Invariant)]))).unwrap_err().to_string(),
+            run(|seed| Seed::typed(seed, Types::new(&[(Axis::Tp, Ty::Invariant)]))).unwrap_err().to_string(),
             "backward: on axis tp, the output is Replicate, so its gradient is Partial, and the seed is Invariant; bring the seed to \
              Partial first"
         );
-        let partial = |seed| Seed::typed(seed, Types::of(&[(Axis::Tp, Ty::Partial)]));
+        let partial = |seed| Seed::typed(seed, Types::new(&[(Axis::Tp, Ty::Partial)]));
         assert_eq!(run(partial).unwrap(), [2.0, 20.0], "two parts");
     });
 }

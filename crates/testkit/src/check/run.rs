@@ -119,7 +119,7 @@ where
     }
 
     fn place(&self, tape: &Tape, input: &Local) -> Result<Var> {
-        let types = Types::of(&[(Axis::Tp, input.ty)]);
+        let types = Types::new(&[(Axis::Tp, input.ty)]);
         if input.ids {
             let ids: Vec<i32> = input.part.values.iter().map(|&id| id as i32).collect();
             return Ok(tape.constant(Tensor::from_slice(tape.device(), &ids, &input.part.shape[..])?, types));

@@ -1,8 +1,7 @@
 //! The calls of a program, by which faults are named, and ranks that are in different ones.
 
-use meshwork_core::{Axis, CommError, Group, Mesh, Rank, ReduceOp, RunError};
-
 use super::{PATIENT, Worlds, cases, fails, passes};
+use meshwork_core::{Axis, CommError, Group, Mesh, Rank, ReduceOp, RunError};
 
 cases![
     ranks_that_communicate_alike_in_different_calls_are_refused,

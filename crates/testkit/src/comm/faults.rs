@@ -1,13 +1,11 @@
 //! All kinds of faults between ranks: the error of each rank, and that no rank waits for the timeout.
 
+use super::{PATIENT, Worlds, cases, fails, passes, told};
+use meshwork_core::comm::{Activity, Fault, FaultKind};
+use meshwork_core::{Buffer, Cause, CommError, DType, Group, ReduceOp, RunError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
-
-use meshwork_core::comm::{Activity, Fault, FaultKind};
-use meshwork_core::{Buffer, Cause, CommError, DType, Group, ReduceOp, RunError};
-
-use super::{PATIENT, Worlds, cases, fails, passes, told};
 
 cases![
     disagreement_about_the_operation_names_both,

@@ -1,15 +1,13 @@
 //! Operations in flight: several at a time, waited for in any order or not at all; the same bits whatever the timing.
 
+use super::{PATIENT, Worlds, cases, fails, passes};
+use crate::Rng;
+use meshwork_core::comm::shared_moment;
+use meshwork_core::{Buffer, Cause, CommError, Group, ReduceOp, ReductionOrder};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-
-use meshwork_core::comm::shared_moment;
-use meshwork_core::{Buffer, Cause, CommError, Group, ReduceOp, ReductionOrder};
-
-use super::{PATIENT, Worlds, cases, fails, passes};
-use crate::Rng;
 
 cases![
     waits_in_any_order,

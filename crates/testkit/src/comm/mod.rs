@@ -7,12 +7,11 @@ pub mod processes;
 mod programs;
 mod results;
 
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Cause, Group, RunError, World};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
-
-use meshwork_core::comm::thread::Options;
-use meshwork_core::{Cause, Group, RunError, World};
 
 /// The program of a rank in a case.
 pub type Body<'a> = dyn Fn(Group) -> Result<(), Cause> + Sync + 'a;

@@ -12,6 +12,11 @@
 //!
 //! More than 400 lines: both ends of the protocol.
 
+use super::Worlds;
+use meshwork_core::comm::thread::{self as threads, Options};
+use meshwork_core::comm::{Activity, Ended, Fault, Membership, PendingOp, Site, check_members};
+use meshwork_core::{Buffer, Call, Caller, CommError, Communicator, DType, Op, OpKind, Pending, ReductionOrder, World};
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -19,13 +24,6 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-
-use meshwork_core::comm::thread::{self as threads, Options};
-use meshwork_core::comm::{Activity, Ended, Fault, Membership, PendingOp, Site, check_members};
-use meshwork_core::{Buffer, Call, Caller, CommError, Communicator, DType, Op, OpKind, Pending, ReductionOrder, World};
-use serde::{Deserialize, Serialize};
-
-use super::Worlds;
 
 /// Tells a process that it is a rank: the port of the hub, its number, and how many there are.
 const RANK: &str = "MESHWORK_TEST_RANK";

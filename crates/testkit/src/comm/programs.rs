@@ -1,13 +1,11 @@
 //! Random programs with one rank that departs from them: every world ends, and every rank gets the reason.
 
-use std::time::Duration;
-
-use meshwork_core::comm::{Fault, FaultKind, record};
-use meshwork_core::{Cause, CommError, CommLog, Group, RunError};
-
 use super::{PATIENT, Worlds, cases, passes, told};
 use crate::Rng;
 use crate::faults::{Departure, Injection, Program, ProgramError};
+use meshwork_core::comm::{Fault, FaultKind, record};
+use meshwork_core::{Cause, CommError, CommLog, Group, RunError};
+use std::time::Duration;
 
 cases![random_faults_without_a_hang, records_are_those_of_a_backend];
 

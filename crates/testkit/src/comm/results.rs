@@ -1,11 +1,9 @@
 //! Every operation, element type and size of a world, against a naive oracle.
 
-use std::ops::Range;
-
-use meshwork_core::{Buffer, Cause, Element, Group, ReduceOp, ReductionOrder, bf16, f16};
-
 use super::{Worlds, cases, passes};
 use crate::Rng;
+use meshwork_core::{Buffer, Cause, Element, Group, ReduceOp, ReductionOrder, bf16, f16};
+use std::ops::Range;
 
 cases![every_type, large_operations, groups_are_independent, inputs_may_be_slices_of_shared_memory];
 

@@ -16,14 +16,6 @@ impl Memory for Opaque {
     fn bytes(&self) -> usize {
         self.bytes
     }
-
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
-    }
 }
 
 /// The host memory behind opaque memory, lent to an operation that only reads it: while the operation has it, the

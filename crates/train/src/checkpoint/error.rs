@@ -67,9 +67,4 @@ pub enum CheckpointError {
 }
 
 meshwork_core::debug_as_display!(CheckpointError);
-
-impl From<CommError> for CheckpointError {
-    fn from(error: CommError) -> Self {
-        Self::Train(error.into())
-    }
-}
+meshwork_core::from!(CheckpointError: Train(CommError));

@@ -1,13 +1,11 @@
 //! Command lines read by `clap`, with all their faults reported together. clap itself stops at the first.
 
+use super::fault::{Fault, choose_from};
+use clap::error::{ContextKind, ContextValue, Error, ErrorKind};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use std::error::Error as _;
 use std::ffi::OsString;
 use std::ops::Range;
-
-use clap::error::{ContextKind, ContextValue, Error, ErrorKind};
-use clap::{Arg, ArgAction, ArgMatches, Command};
-
-use super::fault::{Fault, choose_from};
 
 /// Reads the arguments after the program's name by the definition `command`, to which it adds the flag `--help`. An
 /// invalid argument becomes a fault, and the others are read without it. If an argument is given twice, the later one

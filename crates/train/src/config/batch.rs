@@ -1,8 +1,7 @@
 //! How a global batch is split: `global_batch_size = dp · num_microbatches · micro_batch_size`.
 
-use meshwork_pipeline::{Generator, MicroCounts, Shape, ShapeError, default_micros};
-
 use super::fault::Fault;
+use meshwork_pipeline::{Generator, MicroCounts, Shape, ShapeError, default_micros};
 
 /// The requested split. Values that are not given are computed.
 #[derive(Debug, Clone, Copy)]

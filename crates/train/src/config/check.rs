@@ -21,6 +21,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
     check_canonical(config, settings);
     check_checkpoints(config, settings);
+    check_export(config, settings);
     check_device(config, settings);
     let (schedule, keys) =
         (&config.lr_scheduler, ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"]);
@@ -146,6 +147,16 @@ fn check_checkpoints(config: &Config, settings: &mut Settings) {
     let keys = ["checkpoint.dir", "checkpoint.resume"];
     settings.require(&keys, !checkpoint.resume || checkpoint.dir.is_some(), || {
         Fault::new(keys[1], true, "there is no folder to resume from", "set checkpoint.dir")
+    });
+}
+
+/// A sliding window of a class of `transformers` that has none.
+fn check_export(config: &Config, settings: &mut Settings) {
+    let Some(folder) = &config.checkpoint.export else { return };
+    let keys = ["model.kind", "model.sliding_window"];
+    settings.require(&keys, config.model.kind == ModelKind::Llama || config.model.sliding_window == 0, || {
+        let problem = "a GPT2LMHeadModel has no sliding window".to_owned();
+        Fault::new("checkpoint.export", folder, problem, "leave it out, or use model.sliding_window = 0")
     });
 }
 

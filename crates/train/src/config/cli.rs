@@ -1,13 +1,11 @@
 //! The command line. All settings live in the TOML sections; the few flags here name files, or are short forms of a
 //! key.
 
-use std::ffi::OsString;
-use std::path::PathBuf;
-
-use clap::{Arg, ArgAction, ArgMatches, Command};
-
 use super::arguments::parse_all;
 use super::fault::Fault;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use std::ffi::OsString;
+use std::path::PathBuf;
 
 /// A command line, parsed but not yet checked.
 ///

@@ -38,8 +38,14 @@ conditions! {
         |c| c.parallelism.pp > 1 || c.pipeline.virtual_stages > 1;
     CP: "parallelism.cp above 1", ["parallelism.cp"], |c| c.parallelism.cp > 1;
     /// Where an order changes the work of ranks and nothing else.
-    ORDERED: "all_gather, in fast numerics, without model.dropout", ["parallelism.context_parallel_method", "training.numerics", "model.dropout"],
-        |c| c.parallelism.context_parallel_method == ContextMethod::AllGather && c.training.numerics == "fast" && c.model.dropout == 0.0;
+    ORDERED: "all_gather, ring or hybrid, in fast numerics, without model.dropout",
+        ["parallelism.context_parallel_method", "training.numerics", "model.dropout"],
+        |c| matches!(c.parallelism.context_parallel_method, ContextMethod::AllGather | ContextMethod::Ring | ContextMethod::Hybrid)
+            && c.training.numerics == "fast" && c.model.dropout == 0.0;
+    HYBRID: "parallelism.context_parallel_method = hybrid", ["parallelism.context_parallel_method"],
+        |c| c.parallelism.context_parallel_method == ContextMethod::Hybrid;
+    TOKENWISE: "training.numerics = fast and model.dropout = 0", ["training.numerics", "model.dropout"],
+        |c| c.training.numerics == "fast" && c.model.dropout == 0.0;
     EP: "parallelism.ep above 1", ["parallelism.ep"], |c| c.parallelism.ep > 1;
 
     // Numerics.

@@ -3,17 +3,73 @@
 use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
-use super::words::{ContextMethod, ModelKind};
+use super::words::{ContextMethod, Dtype, ModelKind};
+use meshwork_context_parallel::{Method, Sizes, parts_of_heads};
 use meshwork_core::tree;
 
 const CP: &str = "parallelism.cp";
+const METHOD: &str = "parallelism.context_parallel_method";
+const RING: &str = "parallelism.ring_degree";
+
+impl Config {
+    /// The attention of a rank, as the rule of `auto` counts it.
+    pub(super) fn context_sizes(&self) -> Sizes {
+        let (model, mesh) = (&self.model, &self.parallelism);
+        let heads = (model.num_heads / mesh.tp.max(1)).max(1);
+        let kv_heads = if model.kind == ModelKind::Llama { model.num_kv_heads } else { model.num_heads };
+        let group = if model.kind == ModelKind::Llama { model.num_heads / model.num_kv_heads.max(1) } else { 1 };
+        Sizes {
+            tokens: model.seq_len,
+            group,
+            cp: mesh.cp.max(1),
+            heads,
+            kv_heads: (kv_heads / mesh.tp.max(1)).clamp(1, heads),
+            head_dim: model.hidden_size / model.num_heads.max(1),
+            bytes: if self.training.dtype == Dtype::F32 { 4 } else { 2 },
+        }
+    }
+}
+
+/// Resolves `auto`, and the degree of a ring that is not given.
+pub(super) fn resolve(config: &mut Config, settings: &Settings) {
+    let sizes = config.context_sizes();
+    let canonical = config.training.numerics == "canonical";
+    let mesh = &mut config.parallelism;
+    if mesh.context_parallel_method == ContextMethod::Auto {
+        let method = match canonical {
+            // Every other method computes all of the attention on every rank.
+            true if sizes.methods().contains(&Method::AllToAll) => Method::AllToAll,
+            true => Method::AllGather,
+            false => sizes.best(),
+        };
+        (mesh.context_parallel_method, mesh.ring_degree) = match method {
+            _ if mesh.cp == 1 && !canonical => (ContextMethod::None, 1),
+            Method::AllGather => (ContextMethod::AllGather, 1),
+            Method::AllToAll => (ContextMethod::AllToAll, 1),
+            Method::Ring => (ContextMethod::Ring, 1),
+            Method::Hybrid { ring_degree } => (ContextMethod::Hybrid, ring_degree),
+        };
+        let all = sizes.methods().into_iter().map(|method| format!("{method} {:.0}", sizes.sent(method).exposed));
+        let why = match (mesh.cp, canonical) {
+            (1, _) => "no rank has a part of a sequence".to_owned(),
+            (_, true) => "in canonical numerics it alone divides the work of attention, where heads fit".to_owned(),
+            _ => format!(
+                "bytes that each rank sends for a sequence and layer, and attention does not hide: {}",
+                all.collect::<Vec<_>>().join(", ")
+            ),
+        };
+        let chosen = if mesh.cp == 1 && !canonical { "none".to_owned() } else { method.to_string() };
+        config.notices.push(format!("{METHOD} = auto: {chosen}; {why}"));
+    } else if mesh.context_parallel_method == ContextMethod::Hybrid && settings.given::<usize>(RING).is_none() {
+        mesh.ring_degree = sizes.cp / sizes.parts().next_back().unwrap_or(1);
+    }
+}
 
 /// Tells what is wrong with a sequence over cp.
 pub(super) fn check(config: &Config, settings: &mut Settings) {
     let (model, mesh) = (&config.model, &config.parallelism);
     let (cp, seq_len) = (mesh.cp, model.seq_len);
-    let method = "parallelism.context_parallel_method";
-    if !settings.sound(&[CP, method]) || mesh.context_parallel_method == ContextMethod::None && cp == 1 {
+    if !settings.sound(&[CP, METHOD]) || mesh.context_parallel_method == ContextMethod::None && cp == 1 {
         return;
     }
     let refuse = |settings: &mut Settings, keys: &[&str], wrong: bool, problem: String, valid: String| {
@@ -41,26 +97,25 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         settings,
         &[],
         mesh.context_parallel_method == ContextMethod::None,
-        format!("cuts sequences, and {method} is none"),
-        "use 1, or all_gather or all_to_all".to_owned(),
+        format!("cuts sequences, and {METHOD} is none"),
+        "use 1, or all_gather, all_to_all, ring, hybrid or auto".to_owned(),
     );
+    if mesh.context_parallel_method == ContextMethod::Hybrid {
+        check_ring(config, settings);
+    }
     if settings.sound(&[tp, heads, "model.num_kv_heads"])
         && mesh.context_parallel_method == ContextMethod::AllToAll
         && model.num_heads.is_multiple_of(mesh.tp)
     {
-        let held = model.num_heads / mesh.tp;
-        let fits = |cp: usize| {
-            let (each, group) = (held / cp, model.num_heads / model.num_kv_heads.max(1));
-            held.is_multiple_of(cp)
-                && (model.kind != ModelKind::Llama || each.is_multiple_of(group) || group.is_multiple_of(each))
-        };
-        let most = (1..=cp).rev().find(|&degree| fits(degree)).unwrap_or(1);
+        let sizes = config.context_sizes();
+        let held = sizes.heads;
+        let most = parts_of_heads(held, sizes.group.max(1), cp).next_back().unwrap_or(1);
         refuse(
             settings,
             &[],
-            !fits(cp),
+            most != cp,
             format!("does not share out the {held} heads of queries on each rank of tp in equal parts of groups"),
-            format!("use {most}, or {method} = \"all_gather\""),
+            format!("use {most}, or {METHOD} = \"all_gather\""),
         );
     }
     let Some(blocks) = config.reduction_blocks() else { return };
@@ -82,4 +137,26 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         format!("does not divide {length} = {seq_len} into {parts} equal parts (training.numerics is canonical)"),
         format!("use {length} = {}, or training.numerics = \"fast\"", seq_len.next_multiple_of(parts)),
     );
+}
+
+/// Tells what is wrong with the ring of `hybrid`.
+fn check_ring(config: &Config, settings: &mut Settings) {
+    let (sizes, ring) = (config.context_sizes(), config.parallelism.ring_degree);
+    let (cp, heads) = (sizes.cp, sizes.heads);
+    let valid: Vec<usize> = sizes.parts().rev().map(|parts| cp / parts).collect();
+    let mut nearest = valid.clone();
+    nearest.sort_by_key(|of| of.abs_diff(ring));
+    nearest.truncate(2);
+    nearest.sort_unstable();
+    let nearest: Vec<String> = nearest.iter().map(usize::to_string).collect();
+    let problem = match cp.is_multiple_of(ring) {
+        true => format!(
+            "leaves {} ranks to share out the {heads} heads of queries on each rank of tp, which are no equal parts of groups",
+            cp / ring
+        ),
+        false => format!("does not divide {CP} = {cp}"),
+    };
+    let reads = [CP, RING, "parallelism.tp", "model.num_heads", "model.num_kv_heads"];
+    let fits = valid.contains(&ring) || !config.model.num_heads.is_multiple_of(config.parallelism.tp.max(1));
+    settings.require(&reads, fits, || Fault::new(RING, ring, problem, format!("use {}", nearest.join(" or "))));
 }

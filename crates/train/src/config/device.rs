@@ -1,10 +1,9 @@
 //! Where the ranks compute: `--device`.
 
-use serde::{Serialize, Serializer};
-use std::fmt;
-
 use super::cards::{CARDS, card};
 use super::fault::{Fault, choose_from};
+use serde::{Serialize, Serializer};
+use std::fmt;
 
 /// The device of each rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,6 @@
 //! Faults of a configuration, all reported together.
 
 use std::fmt;
-
 use thiserror::Error;
 
 /// One fault, and what would be valid.

@@ -34,35 +34,24 @@ pub struct Key {
     pub doc: &'static str,
 }
 
-/// The effect of a key, which decides whether it may differ in a resumed run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
-    /// The model: its weights, or its function of them.
-    Model,
-    /// The numbers of a step: its loss, gradients and weights.
-    Numbers,
-    /// The data, and with them the numbers. Resumed runs compare a hash of the data and not where they lie.
-    Data,
-    /// The order of sums: rounding in fast numerics, and no bit in canonical ones.
-    Rounding,
-    /// Time, memory and traffic, and no bit of any number.
-    Speed,
-    /// The reports and files of a run, and its end. No bit of a step.
-    Output,
-}
-
-impl Effect {
-    /// The effect in a word, as the reference has it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Model => "model",
-            Self::Numbers => "numbers",
-            Self::Data => "data",
-            Self::Rounding => "rounding",
-            Self::Speed => "speed",
-            Self::Output => "output",
-        }
+meshwork_core::named! {
+    /// The effect of a key, which decides whether it may differ in a resumed run.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Effect {
+        /// The model: its weights, or its function of them.
+        Model = "model",
+        /// The numbers of a step: its loss, gradients and weights.
+        Numbers = "numbers",
+        /// The data, and with them the numbers. Resumed runs compare a hash of the data and not where they lie.
+        Data = "data",
+        /// The order of sums: rounding in fast numerics, and no bit in canonical ones.
+        Rounding = "rounding",
+        /// Time, memory and traffic, and no bit of any number.
+        Speed = "speed",
+        /// The reports and files of a run, and its end. No bit of a step.
+        Output = "output",
     }
+    name: "The effect in a word, as the reference has it."
 }
 
 /// A condition under which a key is read.

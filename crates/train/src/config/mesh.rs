@@ -1,8 +1,7 @@
 //! The mesh string: `dp=2,tp=4,pp=2`. [`Mesh`] reads it; here its errors become faults of `--mesh`.
 
-use meshwork_core::{Mesh, MeshError};
-
 use super::fault::{Fault, choose_from};
+use meshwork_core::{Mesh, MeshError};
 
 /// The axes of a mesh, in the order of `[parallelism]`.
 pub const AXES: [&str; 5] = ["dp", "tp", "pp", "cp", "ep"];

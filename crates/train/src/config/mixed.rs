@@ -1,14 +1,13 @@
 //! Mixed precision: `training.dtype` and the keys that depend on it.
 
-use meshwork_compress::Feedback;
-use meshwork_engine::{LossScale, MixedPrecision};
-use meshwork_tensor::tape::HalfType;
-
 use super::Config;
 use super::fault::Fault;
 use super::sections::Training;
 use super::settings::Settings;
 use super::words::{Dtype, LossScaleWord, LossScaling, MatmulDtype};
+use meshwork_compress::Feedback;
+use meshwork_engine::{LossScale, MixedPrecision};
+use meshwork_tensor::tape::HalfType;
 
 const DYNAMIC: LossScaling = LossScaling::Word(LossScaleWord::Dynamic);
 

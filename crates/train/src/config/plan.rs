@@ -1,7 +1,7 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
-use super::words::{ContextOrder, MoeRouter, OffloadWord};
+use super::words::{ContextMethod, ContextOrder, MoeRouter, OffloadWord};
 use super::{Config, ModelKind, OptimizerName, conditions};
 use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
@@ -38,16 +38,17 @@ impl Config {
     pub fn model(&self) -> Arc<dyn AnyModel> {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
         let (frozen, context) = (self.model.frozen(), self.context());
+        let block = if (conditions::TOKENWISE.holds)(self) { self.memory.sequence_block } else { 0 };
         match self.model.kind {
             ModelKind::Gpt2 => {
                 let model =
                     Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
             }
             ModelKind::Llama => {
                 let model =
                     Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
             }
         }
     }
@@ -55,17 +56,24 @@ impl Config {
     /// How cp cuts the sequences of the model, if it does.
     #[must_use]
     pub fn context(&self) -> Option<ContextParallel> {
-        let Parallelism { cp, tp, sequence_parallel, context_parallel_method, context_parallel_order, .. } =
-            self.parallelism;
+        let Parallelism { cp, tp, sequence_parallel, ring_degree, context_parallel_order, .. } = self.parallelism;
+        let method = match self.parallelism.context_parallel_method {
+            ContextMethod::None => return None,
+            ContextMethod::AllGather => Method::AllGather,
+            ContextMethod::AllToAll => Method::AllToAll,
+            ContextMethod::Ring => Method::Ring,
+            ContextMethod::Hybrid => Method::Hybrid { ring_degree },
+            ContextMethod::Auto => self.context_sizes().best(),
+        };
         let ordered = context_parallel_order != ContextOrder::Contiguous && (conditions::ORDERED.holds)(self);
-        let order = if ordered { Order::zigzag(cp) } else { Order::default() };
+        let places = if let Method::Hybrid { ring_degree } = method { ring_degree } else { cp };
+        let order = if ordered { Order::zigzag(places) } else { Order::default() };
         let parts = if sequence_parallel { cp * tp } else { cp };
-        let method: Option<Method> = context_parallel_method.into();
-        let context = method.map(|method| ContextParallel::new(method, order, parts));
-        match ordered && context_parallel_order == ContextOrder::ByDocument {
-            true => context.map(|context| context.balanced(Arc::new(ByDocument::default()), cp)),
+        let context = ContextParallel::new(method, order, parts);
+        Some(match ordered && context_parallel_order == ContextOrder::ByDocument {
+            true => context.balanced(Arc::new(ByDocument::default()), cp),
             false => context,
-        }
+        })
     }
 
     /// The rule of `data.documents` for the model.
@@ -113,8 +121,21 @@ impl Config {
 
     pub(super) fn gpt2(&self) -> Gpt2Config {
         let &Model { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, .. } = &self.model;
-        let (tie_embeddings, dropout) = (self.model.tie_embeddings, self.model.dropout as f32);
-        Gpt2Config { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, tie_embeddings, dropout }
+        Gpt2Config {
+            vocab_size,
+            num_layers,
+            hidden_size,
+            num_heads,
+            ffn_hidden_size,
+            seq_len,
+            sliding_window: self.sliding_window(),
+            tie_embeddings: self.model.tie_embeddings,
+            dropout: self.model.dropout as f32,
+        }
+    }
+
+    fn sliding_window(&self) -> Option<usize> {
+        Some(self.model.sliding_window).filter(|&window| window > 0)
     }
 
     pub(super) fn llama(&self) -> LlamaConfig {
@@ -133,6 +154,7 @@ impl Config {
             num_kv_heads: model.num_kv_heads,
             ffn_hidden_size: model.ffn_hidden_size,
             seq_len: model.seq_len,
+            sliding_window: self.sliding_window(),
             rotary: Rotary { theta: model.rope_theta, scaling },
             norm_eps: model.norm_eps,
             tie_embeddings: model.tie_embeddings,

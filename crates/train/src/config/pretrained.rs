@@ -14,7 +14,8 @@ use toml::Value;
 const KEY: &str = "model.init_from";
 
 /// Keys that the weights do not fix: they may differ from the folder.
-const FREE: [&str; 7] = [
+const FREE: [&str; 8] = [
+    "model.sliding_window",
     "model.dropout",
     "moe.capacity_factor",
     "model.rope_theta",
@@ -38,8 +39,7 @@ pub(crate) fn derive(settings: &mut Settings) {
     let pretrained = match Pretrained::open(Path::new(&folder)) {
         Ok(pretrained) => pretrained,
         Err(error) => {
-            let valid =
-                "use a folder of Hugging Face with config.json and model.safetensors of a GPT-2, Llama or Mixtral";
+            let valid = "use a folder of Hugging Face with config.json and model.safetensors of a GPT-2, Llama, Mistral or Mixtral";
             return settings.fault(KEY, &folder, error.to_string(), valid);
         }
     };
@@ -91,6 +91,7 @@ fn sizes(architecture: &Architecture) -> Vec<(&'static str, Value)> {
             ("model.num_kv_heads", int(config.num_heads)),
             ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
             ("model.seq_len", int(config.seq_len)),
+            ("model.sliding_window", int(config.sliding_window.unwrap_or(0))),
             ("model.tie_embeddings", config.tie_embeddings.into()),
             ("model.dropout", f64::from(config.dropout).into()),
             ("moe.num_experts", int(0)),
@@ -129,6 +130,7 @@ fn llama(config: &LlamaConfig) -> Vec<(&'static str, Value)> {
         ("model.num_kv_heads", int(config.num_kv_heads)),
         ("model.ffn_hidden_size", int(config.ffn_hidden_size)),
         ("model.seq_len", int(config.seq_len)),
+        ("model.sliding_window", int(config.sliding_window.unwrap_or(0))),
         ("model.tie_embeddings", config.tie_embeddings.into()),
         ("model.norm_eps", config.norm_eps.into()),
         ("model.rope_theta", theta.into()),

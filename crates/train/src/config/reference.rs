@@ -1,11 +1,10 @@
 //! The reference of all keys, generated from the table.
 
-use std::fmt::Write;
-
 use super::arguments::help;
 use super::cli::command;
 use super::keys::{Fallback, Key, SECTIONS, ValueKind};
 use super::settings::show_literal;
+use std::fmt::Write;
 
 /// All keys as Markdown: a section each, with default, valid values, effect and meaning.
 pub fn reference() -> String {

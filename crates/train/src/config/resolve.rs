@@ -1,11 +1,5 @@
 //! From settings to a whole configuration: presets, derived defaults, the mesh string.
 
-use meshwork_core::{pool, simd};
-use meshwork_pipeline::{Generator, by_name};
-use std::ffi::OsString;
-use std::path::Path;
-use toml::Value;
-
 use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
@@ -15,7 +9,12 @@ use super::mesh::{AXES, parse_mesh};
 use super::preset::{self, Moe, preset};
 use super::settings::Settings;
 use super::words::{Dtype, ModelKind, MoeRouter};
-use super::{Config, compress, conditions, experts, mixed, partition, pretrained, schedule, size, zero};
+use super::{Config, compress, conditions, context, experts, mixed, partition, pretrained, schedule, size, zero};
+use meshwork_core::{pool, simd};
+use meshwork_pipeline::{Generator, by_name};
+use std::ffi::OsString;
+use std::path::Path;
+use toml::Value;
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
 /// values at fault have their defaults.
@@ -34,6 +33,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
         config.data.tokenizer = inside.display().to_string();
     }
     config.data.tokenizer_given = settings.given::<String>("data.tokenizer").is_some();
+    context::resolve(&mut config, &settings);
     check(&config, &mut settings);
     experts::check(&config, &mut settings);
     zero::check(&config, &mut settings);
@@ -111,6 +111,7 @@ pub(super) fn derive(settings: &mut Settings) {
     settings.derive("data.tokenizer", &[], "bytes");
     let method = if settings.get::<usize>("parallelism.cp") > 1 { "all_gather" } else { "none" };
     settings.derive("parallelism.context_parallel_method", &["parallelism.cp"], method);
+    settings.derive("parallelism.ring_degree", &[], int(1)); // until the heads are known
     settings.derive("model.kind", PRESET, preset.kind.name());
     settings.derive("model.vocab_size", PRESET, int(preset.vocab_size));
     settings.derive("model.num_layers", PRESET, int(preset.num_layers));

@@ -1,13 +1,12 @@
 //! The schedule of the pipeline: one by name, one over replicated stages, or one of the user's own.
 
-use meshwork_engine::TrainError;
-use meshwork_pipeline::{CheckError, Lowered, Schedule, lower};
-use std::fs;
-
 use super::Config;
 use super::fault::Fault;
 use super::sections::Pipeline;
 use super::settings::Settings;
+use meshwork_engine::TrainError;
+use meshwork_pipeline::{CheckError, Lowered, Schedule, lower};
+use std::fs;
 
 const FILE: &str = "pipeline.schedule_file";
 const NAME: &str = "pipeline.schedule";

@@ -79,6 +79,9 @@ sections! {
             Derived("by preset, else 4 · hidden_size; llama: 8/3 · hidden_size, rounded up to a multiple of 256"), Count(1), Model;
         /// Tokens per sample, and number of positions.
         seq_len: usize = BY_PRESET, Count(1), Model;
+        /// Sliding window of attention, as in Mistral: tokens that a query sees at most, its own and the last before
+        /// it. 0: all.
+        sliding_window: usize = int(0), Count(0), Model;
         /// Whether the output layer shares the token embedding.
         tie_embeddings: bool = Derived("true; llama: false"), Switch, Model;
         /// Probability of dropping an activation, in gpt2.
@@ -126,10 +129,13 @@ sections! {
         /// Ranks of dp that share it out, with their ranks of cp; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
         /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
-        /// heads for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than
-        /// none sums gradients in the blocks of a sequence that is cut: canonical numerics then have the bits of any
-        /// cp.
+        /// heads for tokens, where each rank has a multiple of cp heads of queries; ring, keys and values from rank to
+        /// rank while attention computes; hybrid, a ring of all_to_all; auto, the method that sends the fewest bytes
+        /// that computation does not hide. With cp = 1, a method other than none sums gradients in the blocks of a
+        /// sequence that is cut: canonical numerics then have the bits of any cp.
         context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
+        /// Places of the ring of hybrid: it divides cp, and the ranks of a place exchange heads for tokens.
+        ring_degree: usize = Derived("hybrid: the least for which heads fit, else 1"), Count(1), Rounding, if HYBRID;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
         /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
         /// with data.documents = "attention", else zigzag.
@@ -380,6 +386,10 @@ sections! {
         /// are computed chunk by chunk from what the head reads, and backward computes the logits once more. The loss
         /// of a step keeps its bits, the gradient of the head is summed in another order.
         loss_chunk: usize = int(0), Count(0), Rounding;
+        /// Tokens of a sequence whose inner features of a dense feed-forward network exist at a time; 0 = those of all.
+        /// The network computes its result block by block, and every block once more in backward. Gradients of its
+        /// weights are summed in another order.
+        sequence_block: usize = int(0), Count(0), Rounding, if TOKENWISE;
         /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the
         /// optimizer, which a step reads and writes page by page. activations: what forward keeps for backward, layer
         /// by layer. samples: the activations that compress.aqsgd keeps, micro-batch by micro-batch. all: these, and

@@ -1,15 +1,13 @@
 //! The settings of the file and the command line, checked key by key against the [table](super::keys).
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::Path;
-
-use toml::{Table, Value};
-
 use super::cli::Args;
 use super::fault::{Fault, choose_from, distance, quoted};
 use super::keys::{self, Fallback, Key, Literal, ValueKind};
 use super::setting::Setting;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+use toml::{Table, Value};
 
 /// The values that were given and are valid, and the faults of those that are not.
 #[derive(Debug, Default)]

@@ -1,18 +1,15 @@
 //! The words that keys and flags take, and their counterparts in the other crates.
 
-use std::fmt;
-
+use super::setting::{Setting, stands_for, words};
 use meshwork_compress::Rounding;
-use meshwork_context_parallel::Method;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
 use meshwork_optim::Decay;
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
+use std::fmt;
 use toml::Value;
-
-use super::setting::{Setting, stands_for, words};
 
 words! {
     /// `model.kind`.
@@ -52,7 +49,15 @@ words! {
     /// `parallelism.elastic`.
     Elastic { Off = "off", Dp = "dp" }
     /// `parallelism.context_parallel_method`.
-    ContextMethod { None = "none", AllGather = "all_gather", AllToAll = "all_to_all" }
+    ContextMethod {
+        None = "none",
+        AllGather = "all_gather",
+        AllToAll = "all_to_all",
+        Ring = "ring",
+        Hybrid = "hybrid",
+        /// The method that [`Sizes`](meshwork_context_parallel::Sizes) finds best.
+        Auto = "auto",
+    }
     /// `parallelism.context_parallel_order`.
     ContextOrder { Zigzag = "zigzag", Contiguous = "contiguous", ByDocument = "by_document" }
     /// `training.dtype` and `training.reduce_dtype`.
@@ -125,7 +130,6 @@ impl<W: fmt::Display, N: fmt::Display> fmt::Display for WordOr<W, N> {
 }
 
 stands_for! {
-    ContextMethod for Option<Method> { None => None, AllGather => Some(Method::AllGather), AllToAll => Some(Method::AllToAll) }
     MoeRouter for RouterKind { Topk => Self::TopK, Switch => Self::Switch, Gshard => Self::Gshard,
                                ExpertChoice => Self::ExpertChoice, Bias => Self::Bias }
     MoeOverflow for Overflow { Drop => Self::Drop, Reroute => Self::Reroute }

@@ -2,9 +2,9 @@
 //!
 //! Such a file writes a byte as a character: printable ones as themselves, the others from U+0100 on, in GPT-2's order.
 
-use serde_json::{Map, Value, json};
+use super::prelude::*;
+use serde_json::{Map, json};
 use std::collections::BTreeMap;
-use std::path::Path;
 
 /// The text of the token that ends a document.
 pub(crate) const END: &str = "<|endoftext|>";

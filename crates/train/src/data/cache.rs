@@ -17,18 +17,12 @@
 //! it is written anew. Files are written under another name and renamed, so that a process that dies leaves nothing
 //! that counts.
 
-use super::error::{DataError, Problem};
-use super::piece::{DocumentPiece, Reading};
+use super::indexed;
+use super::prelude::*;
 use super::text::Texts;
-use super::tokenizer::Tokenizer;
-use super::tokens::Tokens;
-use super::{Documents, Stream, indexed};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
-use meshwork_core::hash;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::io::{IsTerminal, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 

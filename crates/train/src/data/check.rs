@@ -1,10 +1,9 @@
 //! Checks of streams against the model and the configuration.
 
+use super::Data;
+use super::prelude::*;
 use super::source::Source;
-use super::tokenizer::Tokenizer;
-use super::{Data, Documents};
-use crate::config::{Config, EndOfText, EndOfTextWord, Fault};
-use std::path::Path;
+use crate::config::{Config, EndOfText, EndOfTextWord};
 
 /// Ids beyond the vocabulary: of the tokenizer, or in token files.
 pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Config) -> Vec<Fault> {

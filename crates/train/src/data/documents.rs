@@ -1,9 +1,7 @@
 //! Where documents begin in a stream.
 
-use super::error::DataError;
 use super::indexed::Index;
-use std::ops::Range;
-use std::sync::Arc;
+use super::prelude::*;
 
 /// The marks of documents in a stream.
 #[derive(Clone, Debug)]

@@ -1,9 +1,8 @@
 //! Why data cannot be read.
 
 use super::format::Foreign;
+use super::prelude::*;
 use meshwork_engine::TrainError;
-use std::io;
-use std::path::{Path, PathBuf};
 
 /// A file of data and its problem.
 #[derive(thiserror::Error)]
@@ -176,8 +175,4 @@ impl From<DataError> for meshwork_tensor::Error {
     }
 }
 
-impl From<DataError> for TrainError {
-    fn from(error: DataError) -> Self {
-        Self::Tensor(error.into())
-    }
-}
+meshwork_core::from!(TrainError: Tensor(DataError));

@@ -3,8 +3,8 @@
 //! A name can be missing or wrong: of a link, of standard input, of a download. So the content of a file says its
 //! format; its extension decides only where the content leaves it open.
 
+use super::prelude::*;
 use serde::de::IgnoredAny;
-use std::path::Path;
 
 /// The mark at the beginning of some UTF-8 files. It is no part of the text.
 pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";

@@ -1,10 +1,10 @@
 //! Images with a class each.
 
 use super::permutation::Permutation;
+use super::prelude::*;
 use meshwork_models::network::{IMAGES, LABELS};
 use meshwork_nn::{Batch, BatchSource};
 use meshwork_tensor::{Result, Shape};
-use std::ops::Range;
 
 /// Images of one size, channels last, and the class of each.
 #[derive(Clone, Debug, PartialEq)]

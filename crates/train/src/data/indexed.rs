@@ -8,12 +8,9 @@
 //!
 //! An index is read by position like the tokens. So an index of any length takes no memory.
 
-use super::error::{DataError, Problem};
-use super::tokens::{Positioned, Tokens, Width};
-use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use super::prelude::*;
+use super::tokens::{Positioned, Width};
+use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 const VERSION: u64 = 1;

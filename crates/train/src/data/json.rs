@@ -1,13 +1,12 @@
 //! Documents in JSON: an object a line, or an array of objects or strings.
 
-use super::error::{DataError, Problem, of_line};
+use super::error::of_line;
 use super::format::BYTE_ORDER_MARK;
-use super::piece::{DocumentPiece, Reading, See};
+use super::piece::See;
+use super::prelude::*;
 use serde::Deserializer as _;
 use serde::de::{Error as _, SeqAccess, Visitor};
-use serde_json::Value;
 use std::io::BufRead;
-use std::path::Path;
 
 /// The documents of JSON that were left out.
 #[derive(Debug, Default)]

@@ -1,18 +1,14 @@
 //! The tokenizers of other crates: GPT-2's from `tiktoken-rs`, and `tokenizer.json` files by Hugging Face's
 //! `tokenizers`.
 
-use std::collections::HashSet;
-use std::path::Path;
-use std::sync::{Arc, LazyLock};
-
-use meshwork_core::hash::hash;
-use serde_json::Value;
-use tiktoken_rs::{CoreBPE, r50k_base_singleton};
-
-use super::error::DataError;
 use super::format;
 use super::library::{Library, Opened};
-use super::special_tokens::{SpecialToken, SpecialTokens};
+use super::prelude::*;
+use super::special_tokens::SpecialToken;
+use meshwork_core::hash::hash;
+use std::collections::HashSet;
+use std::sync::LazyLock;
+use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
 pub(super) fn gpt2() -> Opened {
     Ok(Arc::new(Gpt2(r50k_base_singleton())))

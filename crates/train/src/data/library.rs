@@ -1,7 +1,6 @@
 //! The interface to tokenizers of other crates.
 
-use super::special_tokens::SpecialTokens;
-use std::sync::Arc;
+use super::prelude::*;
 
 /// A tokenizer of another crate.
 pub(super) trait Library: std::fmt::Debug + Send + Sync {

@@ -35,6 +35,24 @@ mod token_file;
 mod tokenizer;
 mod tokens;
 
+/// Items that most kinds of data use.
+mod prelude {
+    pub(super) use super::error::{DataError, Problem};
+    pub(super) use super::piece::{DocumentPiece, Reading};
+    pub(super) use super::special_tokens::SpecialTokens;
+    pub(super) use super::tokenizer::Tokenizer;
+    pub(super) use super::tokens::Tokens;
+    pub(super) use super::{Documents, Stream};
+    pub(super) use crate::config::Fault;
+    pub(super) use meshwork_core::hash;
+    pub(super) use serde_json::Value;
+    pub(super) use std::fs::{self, File};
+    pub(super) use std::io;
+    pub(super) use std::ops::Range;
+    pub(super) use std::path::{Path, PathBuf};
+    pub(super) use std::sync::Arc;
+}
+
 use std::fmt;
 use std::ops::Range;
 

@@ -1,10 +1,8 @@
 //! Pieces of documents, and the keys of `[data]` by which texts become pieces.
 
-use super::error::DataError;
 use super::format::{self, Format};
+use super::prelude::*;
 use crate::config::TextFormat;
-use meshwork_core::hash;
-use std::path::Path;
 
 /// How texts are read: the keys of `[data]` that say so.
 #[derive(Clone, Copy, Debug)]

@@ -1,18 +1,14 @@
 //! From `[data]` to streams of tokens: which files, which format, which tokenizer.
 
-use std::path::Path;
-
 use super::cache::{self, Tokenisation};
-use super::error::{DataError, Problem};
 use super::mixture::{LONGEST, Mixture};
-use super::piece::{Pieces, Reading};
-use super::special_tokens::SpecialTokens;
+use super::piece::Pieces;
+use super::prelude::*;
 use super::text::Texts;
-use super::tokenizer::Tokenizer;
-use super::tokens::{Positioned, Tokens};
-use super::{Documents, Stream, indexed, token_file};
+use super::tokens::Positioned;
+use super::{indexed, token_file};
 use crate::config::sections::Data as Settings;
-use crate::config::{EndOfText, EndOfTextWord, Fault, TokenType};
+use crate::config::{EndOfText, EndOfTextWord, TokenType};
 
 /// The streams of `[data]`, before they are checked against a model.
 #[derive(Debug)]

@@ -10,12 +10,9 @@
 //! counts only where that has no `added_tokens_decoder`. A tokenizer without any of these files has the first of
 //! [`KNOWN`] that it has, and a notice says so.
 
-use super::error::{DataError, Problem};
 use super::format;
-use serde_json::{Map, Value};
-use std::fs;
-use std::io;
-use std::path::Path;
+use super::prelude::*;
+use serde_json::Map;
 
 /// Names of tokens that end a document, for a `tokenizer.json` beside which no file says.
 const KNOWN: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];

@@ -6,17 +6,12 @@
 //!                                         └─▶ an array of objects or strings ───────────────────────────────┘
 //! ```
 
-use super::error::{DataError, Problem};
 use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
 use super::json::{Bad, JsonDocuments};
-use super::piece::{DocumentPiece, Pieces, Reading, See};
-use super::tokenizer::Tokenizer;
-use meshwork_core::hash;
+use super::piece::{Pieces, See};
+use super::prelude::*;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Cursor, Read};
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::io::{BufRead, BufReader, Cursor, Read};
 use std::time::UNIX_EPOCH;
 
 /// A file of at most this many bytes is hashed as a whole.

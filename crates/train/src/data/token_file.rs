@@ -4,9 +4,9 @@
 //! number gives the type of the ids: u16 as llm.c writes them for GPT-2, u32 as for Llama 3. Without a header,
 //! `data.token_type` gives it; by itself it is u16, and ids that are wider by all signs are refused.
 
-use super::error::{DataError, Problem};
 use super::format;
-use super::tokens::{Positioned, Tokens, Width};
+use super::prelude::*;
+use super::tokens::{Positioned, Width};
 use crate::config::TokenType;
 
 /// Magic number, version and type.

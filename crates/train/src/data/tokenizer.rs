@@ -1,8 +1,5 @@
 //! Text to token ids and back.
 
-use std::path::Path;
-use std::sync::Arc;
-
 use super::byte_level;
 #[cfg(feature = "tokenizers")]
 use super::libraries::{gpt2, json};
@@ -12,6 +9,8 @@ use super::library::Opened;
 use super::piece::DocumentPiece;
 use super::special_tokens::{NONE, SpecialTokens};
 use crate::config::Fault;
+use std::path::Path;
+use std::sync::Arc;
 
 /// Which special tokens a prompt has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

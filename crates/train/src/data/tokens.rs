@@ -1,11 +1,6 @@
 //! Tokens by position: in memory, or in a file of which only the bytes of a sample are read.
 
-use super::error::{DataError, Problem};
-use std::fs::File;
-use std::io;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use super::prelude::*;
 
 /// The type of an id in a file, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

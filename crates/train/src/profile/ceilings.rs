@@ -92,7 +92,7 @@ fn copy() -> f64 {
     let (source, mut target) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
     let Ok(seconds) = best(TRIES, ENOUGH, || {
         let pieces = source.chunks(COPY_PIECE).zip(target.chunks_mut(COPY_PIECE));
-        pool::share(pieces, |(from, to)| to.copy_from_slice(from));
+        pool::for_each(pieces, |(from, to)| to.copy_from_slice(from));
         Ok::<_, Infallible>(())
     });
     2.0 * COPY_BYTES as f64 / seconds

@@ -166,6 +166,17 @@ fn a_run_goes_on_from_its_files_on_any_mesh_and_each_rank_reads_its_slices_alone
     }
 }
 
+/// A model that cuts nothing over cp is refused there before a file is read, and the checkpoint stays.
+#[test]
+fn a_checkpoint_goes_on_over_no_axis_that_cuts_nothing() {
+    let (model, dir) = (model(), tempfile::tempdir().unwrap());
+    go_on(&model, &fast("dp=2"), dir.path(), 2).unwrap();
+    let refused = go_on(&model, &fast("cp=2"), dir.path(), 4).err().unwrap().to_string();
+    assert!(refused.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{refused}");
+    let ranks = go_on(&model, &fast("dp=1"), dir.path(), 3).unwrap();
+    assert_eq!(ranks[0].resumed.as_ref().map(|resumed| resumed.step), Some(2));
+}
+
 #[test]
 fn in_canonical_numerics_every_chain_of_meshes_has_the_bits_of_the_uninterrupted_run() {
     let canonical = Numerics::Canonical { blocks: 8 };

@@ -298,6 +298,24 @@ fn a_llama_that_cannot_be_is_refused() {
     assert_eq!(config(&format!("--mesh tp=4 {tiny} model.num_kv_heads=1")).model.num_kv_heads, 1);
 }
 
+/// All tokens by default; a number of tokens in either kind of model. A GPT-2 with a window has no class in
+/// transformers.
+#[test]
+fn a_sliding_window_is_a_number_of_tokens() {
+    assert_eq!(config("").model.sliding_window, 0);
+    assert_eq!(config("--set model.kind=llama --set model.sliding_window=12").model.sliding_window, 12);
+    let refused = |line: &str| Config::from_args(&args(line)).unwrap_err().to_string();
+    for bad in ["-1", "1.5", "all"] {
+        let told = refused(&format!("--set model.sliding_window={bad}"));
+        assert!(told.starts_with("model.sliding_window = "), "{told}");
+        assert!(told.contains("use a whole number of at least 0"), "{told}");
+    }
+    assert_eq!(
+        refused("--set model.sliding_window=12 --set checkpoint.export=out"),
+        "checkpoint.export = out: a GPT2LMHeadModel has no sliding window; leave it out, or use model.sliding_window = 0"
+    );
+}
+
 #[test]
 fn flags_take_both_forms_and_later_ones_win() {
     let path = file("flags.toml", "[training]\nsteps = 5\nseed = 7\n[optimizer]\nlr = 1\n");
@@ -480,7 +498,7 @@ fn the_reference_and_the_help_name_every_key() {
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | numbers | Full learning rate. |",
         "| `kind` | by preset | gpt2, llama | model | Architecture. |",
-        "| `context_parallel_method` | all_gather with cp above 1, else none | none, all_gather, all_to_all | rounding |",
+        "| `context_parallel_method` | all_gather with cp above 1, else none | none, all_gather, all_to_all, ring, hybrid, auto | rounding |",
         "| `momentum` | 0 | number of at least 0 and below 1 | numbers | Momentum of sgd. Only with optimizer.name = sgd. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");

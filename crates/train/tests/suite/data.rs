@@ -2,13 +2,12 @@
 //!
 //! More than 400 lines: one test a format or property, with the files that it needs.
 
-use std::collections::HashSet;
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use meshwork_nn::Batch;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::{Data, load};
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 /// An empty folder of that name.
 fn folder(name: &str) -> PathBuf {

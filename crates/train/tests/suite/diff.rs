@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: each test is one pair of runs and the result of their comparison.
 
+use crate::small::{BATCH, SEQ, config, data};
 use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
 use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Side, Vector, compare};
@@ -14,8 +15,6 @@ use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-
-use crate::small::{BATCH, SEQ, config, data};
 
 #[track_caller]
 fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {
@@ -45,6 +44,16 @@ fn a_mesh_is_identical_to_itself() {
         assert!(report.to_string().contains("identical: 2 steps, "), "{report}");
         assert!(report.rows.iter().all(|row| row.spread.identical() == row.spread.total() && row.first.is_none()));
     }
+}
+
+/// Its ranks of cp would do the work of one rank each, with its values: nothing would differ.
+#[test]
+fn a_side_whose_ranks_are_useless_is_refused() {
+    let (one, data) = (config("dp=1"), data());
+    let plan = Plan { mesh: "cp=2".parse().unwrap(), ..one.plan().unwrap() };
+    let sides = [&Side::new(&one, &data).unwrap(), &Side::of(one.model(), plan, &data)];
+    let refused = compare(sides, 1).err().unwrap().to_string();
+    assert!(refused.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{refused}");
 }
 
 /// Another order of the same micro-batches gives the same bits.

@@ -1,5 +1,7 @@
 //! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first
 //! operation that has it.
+//!
+//! More than 400 lines: every configuration that trains on the emulated device is one table of one comparison.
 
 use meshwork_core::{Axis, Mesh};
 use meshwork_cuda::device::Products;
@@ -62,11 +64,21 @@ fn diff_of(
     more: &[&str],
     emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
 ) -> Result<Report, String> {
+    diff_between(model, ["dp=1", mesh], more, emulator)
+}
+
+/// The CPU on one mesh against the emulated devices of another.
+fn diff_between(
+    model: &[&str],
+    [on_cpu, mesh]: [&str; 2],
+    more: &[&str],
+    emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
+) -> Result<Report, String> {
     let loaded = |mesh: &str, more| {
         let mesh = format!("--mesh={mesh}");
         load(&Args::parse([&[&*mesh], SMALL, model, more].concat())).unwrap()
     };
-    let ((a, data), (b, _)) = (loaded("dp=1", &[]), loaded(mesh, more));
+    let ((a, data), (b, _)) = (loaded(on_cpu, &[]), loaded(mesh, more));
     let a = Side::new(&a, &data).unwrap();
     let precision = b.training.matmul_dtype.precision();
     let mut b = Side::new(&b, &data).unwrap();
@@ -97,20 +109,38 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
     }
 }
 
-/// A sequence that cp cuts, by both methods.
+/// A sequence that cp cuts, by each method, and with experts on ranks of dp.
 #[test]
 fn sequences_over_cp_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
-    let untied = "--set=model.tie_embeddings=false";
-    let llama = ["--set=model.kind=llama", "--set=model.dropout=0", untied];
+    let llama = ["--set=model.kind=llama", "--set=model.dropout=0"];
+    let experts = ["--set=model.preset=switch-tiny", "--set=model.dropout=0"];
     for (model, mesh, method) in [
-        (&[untied][..], "cp=2", "all_gather"),
+        (&[][..], "cp=2", "all_gather"),
         (&llama, "dp=2,cp=2", "all_to_all"),
-        (&llama, "tp=2,cp=2", "all_gather"),
+        (&[&llama[..], &["--set=model.sliding_window=5"]].concat(), "tp=2,cp=2", "all_gather"),
+        (&experts, "dp=2,cp=2,ep=2", "all_gather"),
     ] {
         let shared = emulator(&kernels, 3);
         let method = format!("--set=parallelism.context_parallel_method={method}");
         let report = diff_of(&[model, &[&method]].concat(), mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{mesh} {method}: {report}");
+    }
+}
+
+/// A ring of the CPU and of the emulated device, in the same order: what travels and what is joined has the same bits.
+#[test]
+fn rings_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    for (mesh, method, kind) in [("cp=2", "ring", "gpt2"), ("cp=4", "hybrid", "llama"), ("tp=2,cp=2", "ring", "llama")]
+    {
+        let shared = emulator(&kernels, 5);
+        let method = format!("--set=parallelism.context_parallel_method={method}");
+        let kind = format!("--set=model.kind={kind}");
+        let model = ["--set=training.numerics=fast", "--set=parallelism.ring_degree=2", &method, &kind];
+        let dropout = if kind.ends_with("llama") { "--set=model.dropout=0" } else { "--set=data.shuffle=false" };
+        let report = diff_between(&[&model[..], &[dropout]].concat(), [mesh, mesh], &[], move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
         assert!(report.identical() && report.steps == 2, "{mesh} {method}: {report}");
     }

@@ -2,13 +2,12 @@
 //!
 //! More than 400 lines: one short case per kind of fault, to be read beside each other.
 
-use std::fs;
-use std::path::PathBuf;
-
 use meshwork_train::config::keys::{self, ValueKind};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::plan::report;
+use std::fs;
+use std::path::PathBuf;
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())
@@ -277,13 +276,29 @@ fn what_ranks_cannot_share_out_is_refused() {
 
 #[test]
 fn methods_of_context_parallelism_that_do_not_exist() {
-    for method in ["ring", "hybrid", "auto"] {
-        let told = refusal(&format!("--mesh cp=2 --set parallelism.context_parallel_method={method}"));
-        assert!(
-            told.starts_with(&format!("parallelism.context_parallel_method = {method:?} (from --set): unknown; ")),
-            "{told}"
-        );
-    }
+    let told = refusal("--mesh cp=2 --set parallelism.context_parallel_method=ulysses");
+    assert!(told.starts_with("parallelism.context_parallel_method = \"ulysses\" (from --set): unknown; "), "{told}");
+}
+
+#[test]
+fn a_ring_that_cp_or_the_heads_do_not_fit() {
+    let hybrid = "--set parallelism.context_parallel_method=hybrid --set parallelism.ring_degree";
+    refused(&[
+        (
+            &format!("--mesh cp=4 {hybrid}=3"),
+            "parallelism.ring_degree = 3: does not divide parallelism.cp = 4; use 2 or 4",
+        ),
+        (
+            &format!("--mesh tp=2,cp=4 {hybrid}=1"),
+            "parallelism.ring_degree = 1: leaves 4 ranks to share out the 2 heads of queries on each rank of tp, which are no \
+             equal parts of groups; use 2 or 4",
+        ),
+        (
+            &format!("--mesh cp=6 --set model.preset=llama-tiny {hybrid}=2"),
+            "parallelism.ring_degree = 2: leaves 3 ranks to share out the 4 heads of queries on each rank of tp, which are no \
+             equal parts of groups; use 3 or 6",
+        ),
+    ]);
 }
 
 #[test]
@@ -296,8 +311,8 @@ fn a_sequence_that_cp_does_not_fit() {
         ),
         (
             "--mesh cp=2 --set parallelism.context_parallel_method=none",
-            "parallelism.cp = 2: cuts sequences, and parallelism.context_parallel_method is none; use 1, or all_gather \
-             or all_to_all",
+            "parallelism.cp = 2: cuts sequences, and parallelism.context_parallel_method is none; use 1, or all_gather, \
+             all_to_all, ring, hybrid or auto",
         ),
         (
             "--mesh dp=2,cp=4,ep=6 --set moe.num_experts=12 --set model.preset=tiny",

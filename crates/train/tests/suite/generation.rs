@@ -210,8 +210,10 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
 /// The cache is cut along the text: each rank has the keys and values of a part of the positions.
 #[test]
 fn ranks_of_cp_cache_parts_of_the_text() {
-    for kind in ["gpt2", "llama"] {
-        let [checkpoints, _] = trained("over_cp", kind);
+    for (name, kind, more) in
+        [("over_cp", "gpt2", ""), ("over_cp", "llama", ""), ("windowed_over_cp", "llama", "model.sliding_window=5")]
+    {
+        let [checkpoints, _] = trained_with(name, kind, more);
         let fast = |more: &str| {
             let set = format!("--set=training.numerics=fast {more}");
             Trained::open(&checkpoints, None, Args::parse(set.split_whitespace())).unwrap()

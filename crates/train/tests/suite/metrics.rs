@@ -1,14 +1,13 @@
 //! The exact lines of a metrics file.
 
-use std::ffi::OsStr;
-use std::fs;
-use std::path::Path;
-
 use meshwork_engine::ReportedStatistic;
 use meshwork_tensor::MemoryUse;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::metrics::{Event, Experts, Metrics, Start, Step};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
 
 fn step(loss: f64) -> Step {
     Step {

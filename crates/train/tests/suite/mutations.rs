@@ -2,6 +2,7 @@
 //! the first value that it touches. Each fault here is a typical one. It must be found at its operation, layer and
 //! step, and nothing before it may differ.
 
+use crate::small::{self, HIDDEN, SEQ, data};
 use meshwork_core::Axis;
 use meshwork_diff::{Between, Location, Side, Site, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
@@ -11,8 +12,6 @@ use meshwork_train::config::Config;
 use meshwork_train::{Data, TrainError};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-
-use crate::small::{self, HIDDEN, SEQ, data};
 
 fn config(mesh: &str) -> Config {
     small::config(&format!("{mesh} --set training.numerics=canonical"))

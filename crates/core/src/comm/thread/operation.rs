@@ -5,15 +5,14 @@
 //! lock; when all are done, each member takes its own post back, and the operation is removed with the last one. A
 //! fault stops claims; the memory is freed when the pieces in progress are over.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use super::work::{Plan, Post};
 use crate::comm::device::Moment;
 use crate::comm::{Op, OpInfo, Peer};
 use crate::pool;
 #[cfg(shuttle)]
 use crate::sync;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Identifies an operation. Messages have a sequence of their own for each sender and receiver: their order relative to
 /// collectives does not matter.

@@ -1,8 +1,7 @@
 //! Since when each rank has made no progress.
 
-use std::time::Duration;
-
 use crate::sync::Instant;
+use std::time::Duration;
 
 /// Since when each rank has made no progress, as the waits of all ranks saw it. One table for the world: with one for
 /// each wait, a look of all ranks at all others would grow with the square of their number.

@@ -5,15 +5,13 @@
 //! of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
 
-use std::marker::PhantomData;
-use std::ops::Range;
-
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-
 use crate::comm::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::simd::Wide;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Number of elements reduced at a time: small enough that each is in a register from its first read to its write. All
 /// ranks' buffers tend to have the same offset in a page, so larger blocks would push each other out of the first-level

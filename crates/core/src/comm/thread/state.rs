@@ -6,14 +6,13 @@
 //!
 //! More than 400 lines: everything that the one lock guards.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-
 use super::operation::{Claim, Key, Operation};
 use super::progress::Progress;
 use super::work::Post;
 use crate::comm::device::Moment;
 use crate::comm::{Activity, CommError, Ended, Fault, FaultKind, Op, OpInfo, RankReport, Site};
+use std::collections::HashMap;
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub(super) struct State {

@@ -4,11 +4,10 @@
 //! itself. So a cycle of waits is always a deadlock, and needs no timeout. Otherwise each chain of waits ends at a rank
 //! that computes; that rank is at fault if it makes no progress.
 
-use std::time::Duration;
-
 use super::state::State;
 use crate::comm::{CommError, FaultKind, Site};
 use crate::sync::Instant;
+use std::time::Duration;
 
 impl State {
     /// The cycle of waits that contains `start`, if there is one.

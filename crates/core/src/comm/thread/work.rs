@@ -6,12 +6,6 @@
 //!
 //! More than 400 lines: every access to the members' buffers is here, beside the argument why it is sound.
 
-use std::marker::PhantomData;
-use std::ops::Range;
-use std::sync::Arc;
-
-use half::{bf16, f16};
-
 use super::reduce::{self, BLOCK, Reduce, Scratch};
 use super::stream;
 use crate::buffer::{Buffer, BufferError};
@@ -19,6 +13,10 @@ use crate::comm::device::{DeviceWork, Member, Moment, WorkPiece};
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
 use crate::simd::Wide;
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Bytes read and written per claim: large compared with a wake-up, small compared with a bucket. An operation of at
 /// most this size is done by the rank that arrives last, and no rank is woken to help. For the model checker, small
@@ -102,11 +100,7 @@ pub(super) enum PostError {
     Device(String),
 }
 
-impl From<BufferError> for PostError {
-    fn from(error: BufferError) -> PostError {
-        PostError::Comm(error.into())
-    }
-}
+crate::from!(PostError: Comm(BufferError));
 
 /// A post whose buffers lie on a device.
 #[derive(Debug)]

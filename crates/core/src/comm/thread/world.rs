@@ -1,9 +1,5 @@
 //! The world that its ranks share, and the communicator that each of them holds.
 
-use std::fmt;
-use std::sync::{Arc, PoisonError};
-use std::time::Duration;
-
 use super::operation::Key;
 use super::state::{State, Step};
 use super::watch::Watch;
@@ -17,6 +13,9 @@ use crate::comm::{
 use crate::pool;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
+use std::fmt;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 /// The timeout of a fork: it has none.
 const PATIENT: Duration = Duration::from_secs(1 << 40);

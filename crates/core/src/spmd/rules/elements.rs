@@ -69,7 +69,7 @@ pub fn sample_loss(op: &str, x: Operand<'_>, targets: Operand<'_>) -> Result<Typ
         Ty::Shard(dim) if dim > 0 => (axis, Ty::Partial),
         ty => (axis, ty),
     });
-    Ok(Types::of(&types.collect::<Vec<_>>()))
+    Ok(Types::new(&types.collect::<Vec<_>>()))
 }
 
 /// The type of a value computed from the elements of `x` and `y` at the same place. Neither may be `Partial`.

@@ -9,6 +9,7 @@ use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
 use crate::kernels::matmul::Update;
 use meshwork_core::simd::wide;
+use std::ops::Range;
 
 /// The gradients of `q`, `k` and `v` for a part. They, `out` and `dout` begin with the part's first row; `lse` begins
 /// with the group's first row.
@@ -205,11 +206,19 @@ fn one_head<T: Tiled>(
     ahead: &mut Ahead<'_, T>,
 ) {
     let (tiles, scale, Dims { keys: in_sample, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
-    let (seq, past) = (part.queries.len, part.past);
+    let (seq, past, window) = (part.queries.len, part.past, call.masks.window);
+    if window.is_some() {
+        (0..seq).for_each(|i| q_sums.row(i)[..head_dim].fill(T::ZERO));
+    }
     for keys in blocks(0..part.keys.len, BLOCK) {
-        // The queries before these see none of the keys. Terms begin at an even one.
-        let begin = keys.start.saturating_sub(past) / 2 * 2;
-        for queries in blocks(begin..seq, BLOCK) {
+        // The queries before these, and those behind, see none of the keys. Terms begin at an even one.
+        let (begin, end) = (keys.start.saturating_sub(past) / 2 * 2, part.seeing(keys.end, window));
+        if begin >= end {
+            for sums in [&mut k_sums, &mut v_sums] {
+                keys.clone().for_each(|key| sums.row(key)[..head_dim].fill(T::ZERO));
+            }
+        }
+        for queries in blocks(begin..end.max(begin), BLOCK) {
             for rows in panels(queries.clone(), tiles.rows) {
                 let (first, height) = (rows.start, rows.len());
                 let live = keys.start..keys.end.min(past + rows.end);
@@ -221,7 +230,7 @@ fn one_head<T: Tiled>(
                 }
                 let factors = dropout.map(|(mask, start)| {
                     for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
-                        let start = start + (i * in_sample.count + keys.start) as u64;
+                        let start = start + (i * in_sample.sequence + keys.start) as u64;
                         mask.factors(start, &mut factors[..live.len()]);
                     }
                     &factors[..height * STRIDE]
@@ -233,12 +242,14 @@ fn one_head<T: Tiled>(
                         let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
                         for (i, (p, ds)) in rows {
                             let shown = live.len().min((past + i + 1).saturating_sub(keys.start));
-                            softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
+                            let hidden = part.hidden_from(i, window).saturating_sub(keys.start);
+                            softmax_backward(scale, [lse[i], dots[i]], [p, ds], hidden..shown);
                         }
                     },
                 );
                 factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
-                let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
+                let first_block = keys.start == 0 && window.is_none();
+                let update = if first_block { Update::Overwrite } else { Update::Accumulate };
                 let ds = tiles.left([height, live.len()], (ds, (STRIDE, 1)), words);
                 let dq = q_sums.part(rows, 0);
                 tiles.times(height, ds, (ks, live, 0..head_dim), dq, update, ahead);
@@ -266,20 +277,21 @@ fn one_head<T: Tiled>(
     }
 }
 
-/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`; sets the following ones, up to a
-/// whole vector and one more, to zero.
+/// Turns the products of a row of `S` and of `dP` into `P` and `dS` where a key is `seen`; sets the others, up to a
+/// whole vector behind them and one more, to zero.
 #[inline(always)]
-fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize) {
+fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], seen: Range<usize>) {
     let (p, ds) = (p.as_chunks_mut::<VECTOR>().0, ds.as_chunks_mut::<VECTOR>().0);
-    let vectors = live.div_ceil(VECTOR);
+    let vectors = seen.end.div_ceil(VECTOR);
     for (at, (p, ds)) in p[..vectors].iter_mut().zip(&mut ds[..vectors]).enumerate() {
-        let shown = (live - at * VECTOR) as i32;
+        let [hidden, shown] = [seen.start, seen.end].map(|key| key as i32 - (at * VECTOR) as i32);
         for l in 0..VECTOR {
             let probability = (p[l] * scale - lse).exp();
             let gradient = probability * (ds[l] - d) * scale;
+            let is_seen = (hidden <= l as i32) & ((l as i32) < shown);
             // The row is not zeroed beforehand, because a load from memory just written by several stores stalls until
             // all of them are done.
-            (p[l], ds[l]) = if (l as i32) < shown { (probability, gradient) } else { (T::ZERO, T::ZERO) };
+            (p[l], ds[l]) = if is_seen { (probability, gradient) } else { (T::ZERO, T::ZERO) };
         }
     }
     p[vectors] = [T::ZERO; VECTOR];

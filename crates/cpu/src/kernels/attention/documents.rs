@@ -1,6 +1,7 @@
 //! Documents packed into a sequence. If tokens attend only to their own document, each document is a separate sequence:
 //! tiles between documents are not computed, and the bits of a document do not depend on its place or its neighbours.
 
+use meshwork_tensor::kernel::seen_pairs;
 use std::ops::Range;
 use std::slice;
 
@@ -78,18 +79,16 @@ impl Packing {
         Ok(Self { documents, of_sample, apart })
     }
 
-    /// (query, key) pairs of these queries that count in one head, over all samples.
-    pub fn pairs(&self, queries: Range<usize>) -> u64 {
-        let of = |len: usize| len as u64 * (len as u64 + 1) / 2;
-        let seen = |first: usize| of(queries.end - first) - of(queries.start.max(first) - first);
-        match self.apart {
-            false => self.samples() as u64 * seen(0),
-            true => {
-                let own = self.documents.iter().filter_map(|document| document.among(&(0..queries.end)));
-                let all = own.map(|own| of(own.len) - of(queries.start.clamp(own.first, own.range().end) - own.first));
-                all.sum()
-            }
+    /// Pairs of one of these queries and one of these keys that count in one head, over all samples.
+    pub fn pairs(&self, queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
+        if !self.apart {
+            return self.samples() as u64 * seen_pairs(queries, keys, window);
         }
+        let own = self.documents.iter().filter_map(|document| {
+            let among = |tokens| document.among(tokens).map(|own| own.range());
+            Some(seen_pairs(among(&queries)?, among(&keys)?, window))
+        });
+        own.sum()
     }
 
     pub(super) fn samples(&self) -> usize {
@@ -132,11 +131,15 @@ mod tests {
             |sample| -> Vec<[usize; 3]> { packing.of(sample).iter().map(|d| [d.first, d.len, d.position]).collect() };
         assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
         assert_eq!(of(1), [[0, 6, 0]]);
-        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6)), (2, 6, 3 + 6 + 1 + 21));
-        assert_eq!(packing.pairs(3..6), (2 + 3 + 1) + (4 + 5 + 6));
-        assert_eq!(packing.pairs(0..3), (1 + 2 + 1) + (1 + 2 + 3));
-        let open = Packing { apart: false, ..packing };
-        assert_eq!([open.pairs(0..6), open.pairs(3..5)], [2 * 21, 2 * (4 + 5)]);
+        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));
+        assert_eq!(packing.pairs(3..6, 0..6, None), (2 + 3 + 1) + (4 + 5 + 6));
+        assert_eq!(packing.pairs(0..3, 0..6, None), (1 + 2 + 1) + (1 + 2 + 3));
+        // The last three queries over keys before them: the second document's tokens 3 and 4, the sixth of the other
+        // sample.
+        assert_eq!(packing.pairs(3..6, 0..3, None), (1 + 1) + 3 * 3);
+        let open = Packing { apart: false, ..packing.clone() };
+        assert_eq!([open.pairs(0..6, 0..6, None), open.pairs(3..5, 0..6, None)], [2 * 21, 2 * (4 + 5)]);
+        assert_eq!([packing.pairs(0..6, 0..6, Some(2)), open.pairs(3..5, 0..6, Some(2))], [(3 + 5 + 1) + 11, 2 * 4]);
     }
 
     #[test]

@@ -1,17 +1,35 @@
 //! The forward of a group of heads, on all rows of a sample or of a document.
 
 use super::ahead::{self, Ahead};
+use super::documents::Document;
 use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
-use super::rows::{VECTOR, softmax};
+use super::rows::{SeenRows, VECTOR, softmax, softmax_row};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
-use super::{FORWARD_KEYS, blocks, panels, scratch};
+use super::{FORWARD_KEYS, aligned, blocks, panels, scratch};
 use crate::kernels::matmul::Update;
 use std::ops::Range;
+
+/// At most as many queries have a row of scores each: tiles would compute a vector of queries.
+const FEW: usize = 2;
 
 /// The `out` and `lse` of a part. `out`, `q`, `k` and `v` begin with the part's first row; `lse` begins with the
 /// group's first row.
 pub(super) fn part<T: Tiled>(
+    call: &Call<'_, T>,
+    place: (Group, QueryBlock),
+    operands: [&[T]; 3],
+    out: RowsMut<'_, T>,
+    lse: &mut [T],
+    to_next: Option<Next>,
+) {
+    match place.1.queries.len <= FEW {
+        true => few(call, place, operands, out, lse),
+        false => many(call, place, operands, out, lse, to_next),
+    }
+}
+
+fn many<T: Tiled>(
     call: &Call<'_, T>,
     place @ (group, rows): (Group, QueryBlock),
     [q, k, v]: [&[T]; 3],
@@ -22,7 +40,7 @@ pub(super) fn part<T: Tiled>(
     let (tiles, head_dim, size) = (&call.tiles, call.dims.head_dim, call.groups.size);
     let (seq, keys, [q_tokens, k_tokens]) = (rows.queries.len, rows.keys.len, call.tokens(rows));
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
-    let (scale, width) = (call.scale(), tiles.width());
+    let (scale, width, window) = (call.scale(), tiles.width(), call.masks.window);
     let fetch = ahead::stay::<T>(4, [seq.max(keys), head_dim]);
     let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
     let lens = [
@@ -75,20 +93,25 @@ pub(super) fn part<T: Tiled>(
             let mut out = out.part(0..seq, head * head_dim);
             let dropout = call.head_dropout(place, head);
             for queries in blocks(0..seq, width) {
-                let live = rows.seen_by(queries.end);
+                // From an even key on, where words of two terms begin.
+                let from = rows.hidden_from(queries.start, window) / 2 * 2;
+                let live = rows.seen_by(queries.end) - from;
                 let scores = &mut scores[..live * width];
-                products(tiles, (ks, rows), qt, queries.clone(), RowsMut::new(scores, width), &mut ahead);
+                products(tiles, (ks, rows, from), qt, queries.clone(), RowsMut::new(scores, width), &mut ahead);
                 let mut inverses = [T::ZERO; MAX_WIDTH];
                 for strip in (0..queries.len()).step_by(VECTOR) {
                     let first = queries.start + strip;
-                    let [lses, ones] = softmax(scale, &mut scores[strip..], width, rows.past + first);
+                    let own = rows.past + first - from;
+                    let hidden = window.map_or(i32::MIN / 2, |window| (own + 1) as i32 - window.min(1 << 30) as i32);
+                    let seen = SeenRows { own, hidden, skipped: from % FORWARD_KEYS };
+                    let [lses, ones] = softmax(scale, &mut scores[strip..], width, seen);
                     lse[first..].iter_mut().zip(lses).for_each(|(to, lse)| *to = lse);
                     inverses[strip..][..VECTOR].copy_from_slice(&ones);
                 }
                 if let Some((mask, start)) = dropout {
                     for (lane, i) in queries.clone().enumerate() {
                         let factors = &mut factors[..live];
-                        mask.factors(start + (i * call.dims.keys.count) as u64, factors);
+                        mask.factors(start + (i * call.dims.keys.sequence + from) as u64, factors);
                         scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                     }
                 }
@@ -96,9 +119,9 @@ pub(super) fn part<T: Tiled>(
                 for panel in panels(queries.clone(), tiles.rows) {
                     let (first, height) = (panel.start - queries.start, panel.len());
                     let mut out = out.part(panel.clone(), 0);
-                    for keys in blocks(0..rows.seen_by(panel.end), FORWARD_KEYS) {
-                        let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
-                        let p = p.from(first, keys.start);
+                    for keys in aligned(from..rows.seen_by(panel.end), FORWARD_KEYS) {
+                        let update = if keys.start == from { Update::Overwrite } else { Update::Accumulate };
+                        let p = p.from(first, keys.start - from);
                         tiles.times(height, p, (vs, keys, 0..head_dim), out.part(0..height, 0), update, &mut ahead);
                     }
                     for (r, inverse) in inverses[first..][..height].iter().enumerate() {
@@ -110,11 +133,104 @@ pub(super) fn part<T: Tiled>(
     });
 }
 
-/// The products of all keys up to a panel of queries of `part`, a row each, with those queries: the pairs that the mask
-/// keeps, and more up to a tile's edges.
+/// The same for few queries: a row of scores for each, and keys and values packed by blocks. Each sum has the order of
+/// its terms that tiles of many queries have, and so the same bits.
+fn few<T: Tiled>(
+    call: &Call<'_, T>,
+    place @ (group, rows): (Group, QueryBlock),
+    [q, k, v]: [&[T]; 3],
+    mut out: RowsMut<'_, T>,
+    lse: &mut [T],
+) {
+    let (tiles, head_dim, size) = (&call.tiles, call.dims.head_dim, call.groups.size);
+    let ([q_tokens, k_tokens], keys) = (call.tokens(rows), rows.keys.len);
+    let (q_row, k_row, v_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row);
+    let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
+    let lens = [
+        tiles.left_len([size, head_dim]),
+        tiles.packed_len([head_dim, FORWARD_KEYS]),
+        tiles.packed_len([FORWARD_KEYS, head_dim]),
+        size * keys,
+        tiles.left_len([size, FORWARD_KEYS]),
+        keys,
+        size,
+        turned(size),
+        turned(FORWARD_KEYS),
+    ];
+    scratch::with(lens, |[q_words, kt, vs, scores, p_words, factors, inverses, q_turned, k_turned]| {
+        for i in 0..rows.queries.len {
+            let hidden = rows.hidden_from(i, call.masks.window);
+            let (from, live) = (hidden / 2 * 2, rows.seen_by(i + 1));
+            let q = &q[i * q_row..];
+            let q = match call.angles {
+                None => q,
+                Some(angles) => {
+                    let token = Document { first: q_tokens.first + i, len: 1, position: q_tokens.position + i };
+                    for (head, to) in q_turned.chunks_exact_mut(head_dim).enumerate() {
+                        call.turn(angles, (group, token), (&q[head * head_dim..], q_row), to);
+                    }
+                    &*q_turned
+                }
+            };
+            let q = tiles.left([size, head_dim], (q, (head_dim, 1)), q_words);
+            for keys_of in aligned(from..live, FORWARD_KEYS) {
+                let k = &k[keys_of.start * k_row..];
+                let (k, k_read) = match call.angles {
+                    None => (k, k_row),
+                    Some(angles) => {
+                        let Document { first, position, .. } = k_tokens;
+                        let tokens = Document {
+                            first: first + keys_of.start,
+                            len: keys_of.len(),
+                            position: position + keys_of.start,
+                        };
+                        call.turn(angles, (group, tokens), (k, k_row), k_turned);
+                        (&*k_turned, head_dim)
+                    }
+                };
+                let kt = tiles.pack([head_dim, keys_of.len()], (k, (1, k_read)), kt);
+                for heads in panels(0..size, tiles.rows) {
+                    let mut to = RowsMut::new(scores, keys);
+                    let (a, b) = (q.from(heads.start, 0), (kt, 0..head_dim, 0..keys_of.len()));
+                    let to = to.part(heads.clone(), keys_of.start);
+                    tiles.times(heads.len(), a, b, to, Update::Overwrite, &mut Ahead::new(&[], [0, 0]));
+                }
+            }
+            for head in 0..size {
+                let scores = &mut scores[head * keys..][from..live];
+                let [sum, inverse] = softmax_row(call.scale(), scores, hidden - from, from % FORWARD_KEYS);
+                (lse[head * call.dims.seq + rows.queries.first + i], inverses[head]) = (sum, inverse);
+                if let Some((mask, start)) = call.head_dropout(place, head) {
+                    let factors = &mut factors[..scores.len()];
+                    mask.factors(start + (i * call.dims.keys.sequence + from) as u64, factors);
+                    scores.iter_mut().zip(factors).for_each(|(p, factor)| *p *= *factor);
+                }
+            }
+            let mut out = out.part(i..i + 1, 0);
+            let out = &mut out.row(0)[..size * head_dim];
+            for keys_of in aligned(from..live, FORWARD_KEYS) {
+                let vs = tiles.pack([keys_of.len(), head_dim], (&v[keys_of.start * v_row..], (v_row, 1)), vs);
+                let p = tiles.left([size, keys_of.len()], (&scores[keys_of.start..], (keys, 1)), p_words);
+                let update = if keys_of.start == from { Update::Overwrite } else { Update::Accumulate };
+                for heads in panels(0..size, tiles.rows) {
+                    let (a, b) = (p.from(heads.start, 0), (vs, 0..keys_of.len(), 0..head_dim));
+                    let mut to = RowsMut::new(out, head_dim);
+                    let to = to.part(heads.clone(), 0);
+                    tiles.times(heads.len(), a, b, to, update, &mut Ahead::new(&[], [0, 0]));
+                }
+            }
+            for (out, inverse) in out.chunks_exact_mut(head_dim).zip(&*inverses) {
+                out.iter_mut().for_each(|o| *o *= *inverse);
+            }
+        }
+    });
+}
+
+/// The products of the keys from `from` up to a panel of queries of `part`, a row each, with those queries: the pairs
+/// that the mask keeps, and more up to a tile's edges.
 fn products<T: Tiled>(
     tiles: &Tiles<T>,
-    (keys, part): (Left<'_, T>, QueryBlock),
+    (keys, part, from): (Left<'_, T>, QueryBlock, usize),
     right: Panels<'_, T>,
     queries: Range<usize>,
     mut to: RowsMut<'_, T>,
@@ -123,10 +239,10 @@ fn products<T: Tiled>(
     // From the keys on that the first vector of queries sees, the second alone does.
     let second = queries.start + tiles.lanes;
     let (middle, end) = (part.seen_by(second.min(queries.end)), part.seen_by(queries.end));
-    for (seen, first) in [(0..middle, queries.start), (middle..end, second)] {
+    for (seen, first) in [(from..middle, queries.start), (middle..end, second)] {
         for rows in panels(seen, tiles.rows) {
             let b = (right, 0..right.terms, first..queries.end.next_multiple_of(tiles.lanes));
-            let to = to.part(rows.clone(), first - queries.start);
+            let to = to.part(rows.start - from..rows.end - from, first - queries.start);
             tiles.times(rows.len(), keys.from(rows.start, 0), b, to, Update::Overwrite, ahead);
         }
     }

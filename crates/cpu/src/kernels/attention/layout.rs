@@ -6,8 +6,9 @@ use super::heads::RowsMut;
 use super::rotary::Angles;
 use super::stored::StoredAs;
 use super::tiles::Tiles;
-use super::{Dims, Groups, Keys, Masks};
+use super::{Dims, FORWARD_KEYS, Groups, Masks};
 use crate::kernels::dropout::Mask;
+use std::ops::Range;
 
 /// Values shared by all heads of a call.
 #[derive(Clone, Copy)]
@@ -33,16 +34,31 @@ pub(super) struct Group {
 pub(super) struct QueryBlock {
     /// The queries, by their rows in memory.
     pub(super) queries: Document,
-    /// The keys.
+    /// The token of the first query.
+    pub(super) token: usize,
+    /// The keys, by their rows in memory.
     pub(super) keys: Document,
     /// Keys before the first query's own.
     pub(super) past: usize,
+    /// Whether these queries follow another run of queries.
+    pub(super) later: bool,
 }
 
 impl QueryBlock {
     /// The keys that the queries before row `end` see, counted from the part's first key.
     pub(super) fn seen_by(&self, end: usize) -> usize {
         self.keys.len.min(self.past + end)
+    }
+
+    /// The keys before those that the query of this row sees, counted in the same way.
+    pub(super) fn hidden_from(&self, row: usize, window: Option<usize>) -> usize {
+        window.map_or(0, |window| (self.past + row + 1).saturating_sub(window))
+    }
+
+    /// The end of the queries that see a key before `end`.
+    pub(super) fn seeing(&self, end: usize, window: Option<usize>) -> usize {
+        let seeing = |window| end.saturating_add(window).saturating_sub(1 + self.past);
+        window.map_or(self.queries.len, |window| self.queries.len.min(seeing(window)))
     }
 }
 
@@ -119,13 +135,18 @@ impl<'a, T: Float> Call<'a, T> {
     pub(super) fn check(&self) {
         if let Some(angles) = &self.angles {
             let packed = self.masks.packing.map_or(0, Packing::positions);
-            let Dims { seq, keys, head_dim, .. } = self.dims;
-            angles.check((keys.first_query + seq).max(keys.count).max(packed), head_dim);
+            let tokens = self.masks.runs(self.dims).map(|run| run.end).fold(self.dims.keys.tokens().end, usize::max);
+            angles.check(tokens.max(packed), self.dims.head_dim);
         }
         let samples = self.masks.packing.map_or(self.dims.batch, Packing::samples);
         assert_eq!(samples, self.dims.batch, "samples with documents for {:?}", self.dims);
-        let known = self.masks.packing.is_none() || self.dims.queries().end <= self.dims.keys.count;
+        let runs = || self.masks.runs(self.dims);
+        assert_eq!(runs().map(|run| run.len()).sum::<usize>(), self.dims.seq, "queries in runs of {:?}", self.dims);
+        let known = self.masks.packing.is_none() || runs().all(|run| run.end <= self.dims.keys.sequence);
         assert!(known, "queries without a document in {:?}", self.dims);
+        assert_ne!(self.masks.window, Some(0), "a window of no keys");
+        let before = runs().all(|run| self.dims.keys.first <= run.start);
+        assert!(before, "keys behind queries in {:?}", self.dims);
     }
 
     pub(super) fn scale(&self) -> T {
@@ -138,17 +159,38 @@ impl<'a, T: Float> Call<'a, T> {
         Self { layout, ..*self }
     }
 
-    /// What attends to itself in a sample, as far as it has queries here.
+    /// Whether a query may see no key, because its window or its document begins behind them.
+    pub(super) fn hides_all_keys(&self) -> bool {
+        let (behind, packed) = (self.dims.keys.tokens().end, self.masks.packing.is_some());
+        let windowed = |run: &Range<usize>| self.masks.window.is_some_and(|of| run.end.saturating_sub(of) >= behind);
+        self.masks.runs(self.dims).any(|run| windowed(&run) || packed && run.end > behind)
+    }
+
+    /// What attends to itself in a sample, as far as it has queries here that see a key.
     fn attending(&self, sample: usize) -> Vec<QueryBlock> {
-        let (Keys { count, first_query }, queries) = (self.dims.keys, self.dims.queries());
-        let whole = Document { first: 0, len: count.max(queries.end), position: 0 };
-        let parts = documents::attending(self.masks.packing, sample, &whole).iter().filter_map(|document| {
-            let own = document.among(&queries)?;
-            let keys = document.among(&(0..count.min(own.range().end)))?;
-            let queries = Document { first: own.first - first_query, ..own };
-            Some(QueryBlock { queries, keys, past: own.first - document.first })
-        });
-        parts.collect()
+        let (held, window, mut row, mut parts) = (self.dims.keys.tokens(), self.masks.window, 0, Vec::new());
+        let end = self.masks.runs(self.dims).map(|run| run.end).fold(held.end, usize::max);
+        let whole = Document { first: 0, len: end, position: 0 };
+        for (number, run) in self.masks.runs(self.dims).enumerate() {
+            let documents = documents::attending(self.masks.packing, sample, &whole).iter();
+            parts.extend(documents.filter_map(|document| {
+                let own = document.among(&run)?;
+                let keys = document.among(&(held.start..held.end.min(own.range().end)))?;
+                let seeing = window.map_or(usize::MAX, |window| keys.range().end.saturating_add(window) - 1);
+                let own = own.among(&(0..seeing))?;
+                // From the block of the first key that is seen, so that sums begin at the same blocks in every call.
+                let hidden =
+                    window.map_or(0, |window| (own.first + 1).saturating_sub(keys.first.saturating_add(window)));
+                let first = keys.first + hidden / FORWARD_KEYS * FORWARD_KEYS;
+                let keys = keys.among(&(first..usize::MAX))?;
+                let queries = Document { first: row + own.first - run.start, ..own };
+                let past = own.first - keys.first;
+                let keys = Document { first: keys.first - held.start, ..keys };
+                Some(QueryBlock { queries, token: own.first, keys, past, later: number > 0 })
+            }));
+            row += run.len();
+        }
+        parts
     }
 
     /// The parts of a group that are computed one after the other, each with what follows it: after the last one the
@@ -196,7 +238,8 @@ impl<'a, T: Float> Call<'a, T> {
 
     /// The queries of a part by the tokens that they are, and its keys.
     pub(super) fn tokens(&self, part: QueryBlock) -> [Document; 2] {
-        [Document { first: part.queries.first + self.dims.keys.first_query, ..part.queries }, part.keys]
+        let first_key = part.keys.first + self.dims.keys.first;
+        [Document { first: part.token, ..part.queries }, Document { first: first_key, ..part.keys }]
     }
 
     /// Rotates the rows of tokens of a head, `row` apart, by their positions; `to` gets them one after the other.
@@ -229,13 +272,22 @@ impl<'a, T: Float> Call<'a, T> {
         }
     }
 
-    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the number
-    /// of keys.
+    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the tokens
+    /// of a sequence.
     pub(super) fn head_dropout(&self, (group, part): (Group, QueryBlock), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
         let [queries, keys] = self.tokens(part);
-        let first = (queries.first * self.dims.keys.count + keys.first) as u64;
+        let first = (queries.first * self.dims.keys.sequence + keys.first) as u64;
         self.masks.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head) + first))
+    }
+}
+
+impl Masks<'_> {
+    /// The tokens that the queries are, in runs.
+    pub(super) fn runs(&self, dims: Dims) -> impl Iterator<Item = Range<usize>> {
+        let given = self.runs.unwrap_or_default();
+        let all = self.runs.is_none().then(|| dims.queries());
+        all.into_iter().chain(given.iter().cloned())
     }
 }
 

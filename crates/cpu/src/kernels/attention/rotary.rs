@@ -61,6 +61,22 @@ impl<T: Float> Angles<'_, T> {
     }
 }
 
+/// A copy of `x [samples, seq, all, head_dim]` whose first `heads` heads are rotated by the positions of their tokens.
+pub fn turn<T: Float>(angles: Angles<'_, T>, dims: [usize; 4], x: &[T], turned: &mut [T]) {
+    let [seq, all, heads, head_dim] = dims;
+    angles.check(seq, head_dim);
+    turned.copy_from_slice(x);
+    let (row, mut of_head) = (all * head_dim, vec![T::ZERO; seq * head_dim]);
+    for (x, turned) in x.chunks_exact((seq * row).max(1)).zip(turned.chunks_exact_mut((seq * row).max(1))) {
+        for head in (0..heads).map(|head| head * head_dim) {
+            angles.turn((&x[head..], row), head_dim, &mut of_head);
+            for (to, from) in turned.chunks_exact_mut(row).zip(of_head.chunks_exact(head_dim)) {
+                to[head..head + head_dim].copy_from_slice(from);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::super::oracle::{assert_close, values};

@@ -2,7 +2,7 @@
 //! not vectorise use vector instructions.
 
 use super::super::Float;
-use super::FORWARD_KEYS;
+use super::{FORWARD_KEYS, aligned};
 use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -16,10 +16,21 @@ fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VEC
     scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
 }
 
+/// The keys of a vector of queries, by the rows of their scores.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SeenRows {
+    /// The row of the first query's own key; the others' follow. Queries behind the last key see all.
+    pub(super) own: usize,
+    /// Rows before the first that the first query sees; one more for each query after it. It may be negative.
+    pub(super) hidden: i32,
+    /// Rows before the first one in its block of [`FORWARD_KEYS`].
+    pub(super) skipped: usize,
+}
+
 /// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides
 /// them. Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`].
-/// The first query's own key is row `own`, the others' follow; queries behind the last key see all.
-pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: usize) -> [[T; VECTOR]; 2] {
+pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, seen: SeenRows) -> [[T; VECTOR]; 2] {
+    let SeenRows { own, hidden, skipped } = seen;
     wide(
         #[inline(always)]
         || {
@@ -32,6 +43,12 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: 
                     *score = if (query as i32) < row as i32 { T::NEG_INFINITY } else { *score };
                 }
             }
+            let partly = (hidden + VECTOR as i32 - 1).max(0) as usize;
+            for (row, scores) in rows(scores, stride).enumerate().take(partly) {
+                for (query, score) in scores.iter_mut().enumerate() {
+                    *score = if (row as i32) < hidden + query as i32 { T::NEG_INFINITY } else { *score };
+                }
+            }
             let mut max = [T::NEG_INFINITY; VECTOR];
             for scores in rows(scores, stride) {
                 for l in 0..VECTOR {
@@ -39,9 +56,9 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: 
                 }
             }
             let mut total = [T::ZERO; VECTOR];
-            for scores in scores.chunks_mut(FORWARD_KEYS * stride) {
+            for block in aligned(skipped..skipped + scores.len().div_ceil(stride), FORWARD_KEYS) {
                 let mut sum = [T::ZERO; VECTOR];
-                for scores in rows(scores, stride) {
+                for scores in rows(&mut scores[(block.start - skipped) * stride..], stride).take(block.len()) {
                     for l in 0..VECTOR {
                         scores[l] = ((scores[l] - max[l]) * scale).exp();
                     }
@@ -60,6 +77,34 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: 
                 results[1][l] = T::ONE / total[l];
             }
             results
+        },
+    )
+}
+
+/// The same of one query, whose scores are a row: all but the first `hidden` are of keys that it sees. Returns the
+/// log-sum-exp and one over the total.
+pub(super) fn softmax_row<T: Float>(scale: T, scores: &mut [T], hidden: usize, skipped: usize) -> [T; 2] {
+    wide(
+        #[inline(always)]
+        || {
+            scores[..hidden].fill(T::NEG_INFINITY);
+            let (lanes, rest) = scores.as_chunks::<VECTOR>();
+            let mut max = [T::NEG_INFINITY; VECTOR];
+            for scores in lanes {
+                for l in 0..VECTOR {
+                    max[l] = scores[l].larger(max[l]);
+                }
+            }
+            let max = max.iter().chain(rest).fold(T::NEG_INFINITY, |max, score| score.larger(max));
+            for score in &mut *scores {
+                *score = ((*score - max) * scale).exp();
+            }
+            let mut total = T::ZERO;
+            for block in aligned(skipped..skipped + scores.len(), FORWARD_KEYS) {
+                let block = &scores[block.start - skipped..block.end - skipped];
+                total += block.iter().fold(T::ZERO, |sum, &score| sum + score);
+            }
+            [max * scale + total.ln(), T::ONE / total]
         },
     )
 }

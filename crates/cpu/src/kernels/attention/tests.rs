@@ -12,6 +12,7 @@ mod decode;
 mod documents;
 mod grouped;
 mod slices;
+mod windows;
 
 const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
 
@@ -30,7 +31,7 @@ fn dropout(p: f32) -> Dropout {
 
 /// Masks with only dropout.
 fn masks(dropout: Option<Dropout>) -> Masks<'static> {
-    Masks { dropout, packing: None }
+    Masks { dropout, ..Masks::default() }
 }
 
 /// Output and lse. Every buffer starts as NaN, so that elements that are not overwritten are noticed.

@@ -109,33 +109,7 @@ fn first_lanes(lanes: usize) -> __m256i {
     _mm256_cmpgt_epi32(lanes, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
-/// [`Micro::pack`].
-///
-/// # Safety
-/// As there.
-#[target_feature(enable = "avx2,fma")]
-unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
-    let Strip { from, lanes, k, apart, along } = strip;
-    let Elements::Full(from) = from else {
-        // SAFETY: the caller's promise, passed on.
-        return unsafe { strip.gather::<LANES>(to, step) };
-    };
-    if apart == 1 {
-        let mask = first_lanes(lanes);
-        for l in 0..k {
-            // SAFETY: `lanes` floats of the strip, and a vector of its packed form.
-            unsafe { _mm256_storeu_ps(to.add(l * step), load(lanes < LANES, mask, from.add(l * along))) };
-        }
-    } else if along == 1 {
-        for l in (0..k).step_by(4) {
-            // SAFETY: a part of the strip, at most four long.
-            unsafe { transpose([lanes, (k - l).min(4)], (from.add(l), apart), to.add(l * step), step) };
-        }
-    } else {
-        // SAFETY: the caller's promise, passed on.
-        unsafe { strip.gather::<LANES>(to, step) };
-    }
-}
+packed! { "avx2,fma", 4; (from, to, lanes, mask) => _mm256_storeu_ps(to, load(lanes < LANES, mask, from)) }
 
 /// [`Micro::pack`] for lanes of at most four contiguous elements, `apart` from each other: two transposes of 4 by 4
 /// side by side.

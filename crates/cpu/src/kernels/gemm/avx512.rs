@@ -159,33 +159,7 @@ fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
 
-/// [`Micro::pack`].
-///
-/// # Safety
-/// As there.
-#[target_feature(enable = "avx512f")]
-unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
-    let Strip { from, lanes, k, apart, along } = strip;
-    let Elements::Full(from) = from else {
-        // SAFETY: the caller's promise, passed on.
-        return unsafe { strip.gather::<LANES>(to, step) };
-    };
-    if apart == 1 {
-        let mask = first_lanes(lanes);
-        for l in 0..k {
-            // SAFETY: `lanes` floats of the strip, and a vector of its packed form.
-            unsafe { _mm512_storeu_ps(to.add(l * step), _mm512_maskz_loadu_ps(mask, from.add(l * along))) };
-        }
-    } else if along == 1 {
-        for l in (0..k).step_by(LANES) {
-            // SAFETY: a part of the strip, at most `LANES` long.
-            unsafe { transpose([lanes, (k - l).min(LANES)], (from.add(l), apart), to.add(l * step), step) };
-        }
-    } else {
-        // SAFETY: the caller's promise, passed on.
-        unsafe { strip.gather::<LANES>(to, step) };
-    }
-}
+packed! { "avx512f", LANES; (from, to, lanes, mask) => _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from)) }
 
 /// [`Micro::pack`] for lanes of at most `LANES` contiguous elements, `apart` from each other: a transpose of 16 by 16
 /// in registers.

@@ -54,6 +54,43 @@
 //!
 //! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
+/// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats; and of at most `$step` terms by a `transpose`.
+#[cfg(target_arch = "x86_64")]
+macro_rules! packed {
+    ($feature:literal, $step:expr; ($from:ident, $to:ident, $lanes:ident, $mask:ident) => $copy:expr) => {
+        /// [`Micro::pack`].
+        ///
+        /// # Safety
+        /// As there.
+        #[target_feature(enable = $feature)]
+        unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+            let Strip { from, lanes: $lanes, k, apart, along } = strip;
+            match from {
+                Elements::Full(from) if apart == 1 => {
+                    let $mask = first_lanes($lanes);
+                    for l in 0..k {
+                        // SAFETY: `lanes` floats of the strip, and a vector of its packed form.
+                        unsafe {
+                            let ($from, $to) = (from.add(l * along), to.add(l * step));
+                            $copy;
+                        }
+                    }
+                }
+                Elements::Full(from) if along == 1 => {
+                    for l in (0..k).step_by($step) {
+                        // SAFETY: a part of the strip, at most `$step` long.
+                        unsafe {
+                            transpose([$lanes, (k - l).min($step)], (from.add(l), apart), to.add(l * step), step)
+                        };
+                    }
+                }
+                // SAFETY: the caller's promise, passed on.
+                _ => unsafe { strip.gather::<LANES>(to, step) },
+            }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]

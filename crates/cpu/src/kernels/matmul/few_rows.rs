@@ -4,7 +4,7 @@
 //! and each packs a tile's width of B that stays in its L1 cache until it is multiplied (see [`gemm::FEW_ROWS`]). The
 //! order of sums, and hence the bits, are as in every other product.
 
-use super::{Epilogue, MatmulOperand, Precision, Source, Update, assert_inside, serial};
+use super::{Epilogue, Factors, Update, assert_inside, serial};
 use crate::kernels::Float;
 use crate::kernels::gemm;
 use meshwork_core::pool;
@@ -21,25 +21,17 @@ pub(super) fn few(m: usize) -> bool {
 }
 
 /// [`gemm_shared`](super::gemm_shared) for few rows of C.
-pub(super) fn product<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: &mut [T],
-    update: Update,
-    epilogue: Epilogue<'_, T>,
-) {
-    a.check("A", [m, k], precision);
-    b.check("B", [k, n], precision);
+pub(super) fn product<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Update, epilogue: Epilogue<'_, T>) {
+    factors.check();
+    let [m, n, k] = factors.dims;
     assert_inside("C", m, n, (n, 1), c.len());
     by_columns([m, n, k], c, update, |first, columns, c| {
-        let b = Source::Strided(b.from(0, first));
-        serial(precision, [m, columns, k], a, b, (c, (columns, 1)), update, Epilogue::Nothing);
+        let part = Factors { dims: [m, columns, k], b: factors.b.from(0, first), ..factors };
+        serial(part, None, (c, (columns, 1)), update, Epilogue::Nothing);
     });
     // Adds no terms, only applies the epilogue.
-    let none = Source::Strided(b);
-    serial(precision, [m, n, 0], a, none, (c, (n, 1)), Update::Accumulate, epilogue);
+    let none = Factors { dims: [m, n, 0], ..factors };
+    serial(none, None, (c, (n, 1)), Update::Accumulate, epilogue);
 }
 
 /// Lets the free threads compute a row-major C, some columns at a time: `part` gets the first column, the number of
@@ -57,7 +49,7 @@ pub(super) fn by_columns<T: Float>(
     }
     let mut rows: Vec<_> = c.chunks_mut(n).map(|row| row.chunks_mut(columns)).collect();
     let parts = (0..n).step_by(columns).map(|first| (first, rows.iter_mut().filter_map(Iterator::next).collect()));
-    pool::share(parts, |(first, mut rows): (usize, Vec<&mut [T]>)| {
+    pool::for_each(parts, |(first, mut rows): (usize, Vec<&mut [T]>)| {
         if let [row] = &mut rows[..] {
             return part(first, row.len(), row);
         }

@@ -3,7 +3,7 @@
 //! A block is a product of only its terms. The sums of a strip of rows of C stay in the cache until the other blocks
 //! are done: the first sum of a strip is in C itself, the others are in memory kept by each thread.
 
-use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
+use super::{BLOCKS, Epilogue, Factors, MatmulOperand, PACKED, Packed, Precision, ROWS, Update};
 use super::{assert_inside, few_rows, gemm_shared, pack, serial};
 use crate::kernels::gemm;
 use crate::kernels::{Float, pointwise};
@@ -50,14 +50,8 @@ struct Run<'a, T> {
 /// sums of the product's `terms`.
 ///
 /// Panics as [`gemm_shared`] does.
-pub fn gemm_blocks<T: Float>(
-    precision: Precision,
-    [m, n, k]: [usize; 3],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: &mut [T],
-    terms: Terms,
-) {
+pub fn gemm_blocks<T: Float>(factors: Factors<'_, T>, c: &mut [T], terms: Terms) {
+    let Factors { precision, dims: [m, n, k], a, b } = factors;
     gemm_sum(precision, [m, n], &[Summand { k, a, b, terms }], c);
 }
 
@@ -72,14 +66,13 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
     if all.iter().all(|summand| summand.terms == Terms::WHOLE) {
         for (i, &Summand { k, a, b, .. }) in all.iter().enumerate() {
             let update = if i > 0 { Update::Accumulate } else { Update::Overwrite };
-            gemm_shared(precision, [m, n, k], a, b, c, update, Epilogue::Nothing);
+            gemm_shared(Factors { precision, dims: [m, n, k], a, b }, c, update, Epilogue::Nothing);
         }
         return;
     }
     let mut runs: Vec<Vec<Run<'_, T>>> = (0..blocks).map(|_| Vec::new()).collect();
     for &Summand { k, a, b, terms } in all {
-        a.check("A", [m, k], precision);
-        b.check("B", [k, n], precision);
+        Factors { precision, dims: [m, n, k], a, b }.check();
         for (block, parts) in runs.iter_mut().zip(terms.runs(k)) {
             block.extend(parts.map(|run| Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }));
         }
@@ -87,21 +80,14 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
     sum_runs(precision, [m, n], &runs, c);
 }
 
-/// `C = A · B` for a row-major C of m rows and n columns, with a block for each of these ranges of terms: like
-/// [`gemm_blocks`], but with blocks of any length. A block without terms is a sum of zero.
+/// Like [`gemm_blocks`], but with a block for each of these ranges of terms, of any length. A block without terms is a
+/// sum of zero.
 ///
 /// Panics as [`gemm_shared`] does.
-pub fn gemm_runs<T: Float>(
-    precision: Precision,
-    [m, n]: [usize; 2],
-    a: MatmulOperand<'_, T>,
-    b: MatmulOperand<'_, T>,
-    c: &mut [T],
-    blocks: &[Range<usize>],
-) {
-    let k = blocks.iter().map(|block| block.end).max().unwrap_or(0);
-    a.check("A", [m, k], precision);
-    b.check("B", [k, n], precision);
+pub fn gemm_runs<T: Float>(factors: Factors<'_, T>, c: &mut [T], blocks: &[Range<usize>]) {
+    factors.check();
+    let Factors { precision, dims: [m, n, k], a, b } = factors;
+    assert!(blocks.iter().all(|block| block.end <= k), "blocks of at most {k} terms");
     let run = |run: &Range<usize>| vec![Run { a: a.from(0, run.start), b: b.from(run.start, 0), len: run.len() }];
     sum_runs(precision, [m, n], &blocks.iter().map(run).collect::<Vec<_>>(), c);
 }
@@ -119,8 +105,8 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
             add_up(c, blocks, at_once, |block, c, update| {
                 for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                     let update = if i > 0 { Update::Accumulate } else { update };
-                    let b = Source::Strided(b.from(0, first));
-                    serial(precision, [m, columns, len], a, b, (c, (columns, 1)), update, Epilogue::Nothing);
+                    let part = Factors { precision, dims: [m, columns, len], a, b: b.from(0, first) };
+                    serial(part, None, (c, (columns, 1)), update, Epilogue::Nothing);
                 }
             });
         });
@@ -131,7 +117,7 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
         return add_up(c, blocks, at_once, |block, c, update| {
             for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                gemm_shared(precision, [m, n, len], a, b, c, update, Epilogue::Nothing);
+                gemm_shared(Factors { precision, dims: [m, n, len], a, b }, c, update, Epilogue::Nothing);
             }
         });
     }
@@ -148,22 +134,18 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
         if n * k < PACKED_ALONE {
             parts.for_each(|(b, part)| pack(precision, path, b, part));
         } else {
-            pool::share(parts, |(b, part)| pack(precision, path, b, part));
+            pool::for_each(parts, |(b, part)| pack(precision, path, b, part));
         }
     }
     let of_block = runs[0].len();
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
-    pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(strip, c)| {
+    pool::for_each(c.chunks_mut((rows * n).max(1)).enumerate(), |(strip, c)| {
         add_up(c, blocks, at_once, |block, c, update| {
             for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
-                let b = match packed.get(block * of_block + i) {
-                    Some(packed) => Source::Packed(packed),
-                    None => Source::Strided(b),
-                };
-                let dims = [c.len() / n, n, len];
-                serial(precision, dims, a.from(strip * rows, 0), b, (c, (n, 1)), update, Epilogue::Nothing);
+                let part = Factors { precision, dims: [c.len() / n, n, len], a: a.from(strip * rows, 0), b };
+                serial(part, packed.get(block * of_block + i), (c, (n, 1)), update, Epilogue::Nothing);
             }
         });
     });

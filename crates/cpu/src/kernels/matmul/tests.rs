@@ -9,19 +9,32 @@ use super::*;
 use meshwork_tensor::tape::Terms;
 use proptest::prelude::*;
 
+fn factors<'a, T>(
+    precision: Precision,
+    dims: [usize; 3],
+    a: MatmulOperand<'a, T>,
+    b: MatmulOperand<'a, T>,
+) -> Factors<'a, T> {
+    Factors { precision, dims, a, b }
+}
+
+fn exact<'a, T>(dims: [usize; 3], a: MatmulOperand<'a, T>, b: MatmulOperand<'a, T>) -> Factors<'a, T> {
+    Factors { precision: Precision::F32, dims, a, b }
+}
+
 /// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
 fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
-    gemm([m, n, k], Full(x, (k, 1)), Full(w, (1, k)), (y, (n, 1)), Update::Overwrite);
+    gemm(exact([m, n, k], Full(x, (k, 1)), Full(w, (1, k))), (y, (n, 1)), Update::Overwrite);
 }
 
 /// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
 fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
-    gemm([m, k, n], Full(dy, (n, 1)), Full(w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
+    gemm(exact([m, k, n], Full(dy, (n, 1)), Full(w, (k, 1))), (dx, (k, 1)), Update::Overwrite);
 }
 
 /// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
 fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
-    gemm([n, k, m], Full(dy, (1, n)), Full(x, (k, 1)), (dw, (k, 1)), update);
+    gemm(exact([n, k, m], Full(dy, (1, n)), Full(x, (k, 1))), (dw, (k, 1)), update);
 }
 
 /// Three loops over flat operands with strides.
@@ -41,7 +54,7 @@ proptest! {
         let want = naive([m, n, k], (&widen(&a), (lda, 1)), (&widen(&b), (1, ldb)));
         for update in [Update::Overwrite, Update::Accumulate] {
             let mut c = old.clone();
-            gemm([m, n, k], Full(&a, (lda, 1)), Full(&b, (1, ldb)), (&mut c, (ldc, 1)), update);
+            gemm(exact([m, n, k], Full(&a, (lda, 1)), Full(&b, (1, ldb))), (&mut c, (ldc, 1)), update);
             for i in 0..m {
                 let base = |j: usize| if update == Update::Accumulate { old[i * ldc + j].to_f64() } else { 0.0 };
                 let row: Vec<f64> = (0..n).map(|j| base(j) + want[i * n + j]).collect();
@@ -103,10 +116,10 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
 fn portable_products_have_the_bits_of_the_whole() {
     let product = |precision, [m, n, k]: [usize; 3], a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>, update| {
         let mut c = vec![1.0; m * n];
-        a.check("A", [m, k], precision);
-        b.check("B", [k, n], precision);
+        let factors = factors(precision, [m, n, k], a, b);
+        factors.check();
         // SAFETY: A and B have been checked; C is dense.
-        unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
+        unsafe { portable(factors, (c.as_mut_ptr(), (n, 1)), update) };
         c
     };
     for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate() {
@@ -140,10 +153,10 @@ fn layout_and_update_keep_the_bits() {
             (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect()
         };
         let mut plain = vec![f32::NAN; m * n];
-        gemm(dims, Full(&a, (k, 1)), Full(&b, (n, 1)), (&mut plain, (n, 1)), Update::Overwrite);
+        gemm(exact(dims, Full(&a, (k, 1)), Full(&b, (n, 1))), (&mut plain, (n, 1)), Update::Overwrite);
         let (at, bt) = (transpose(&a, m, k), transpose(&b, k, n));
         let mut other = vec![0.0; m * n];
-        gemm(dims, Full(&at, (1, m)), Full(&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
+        gemm(exact(dims, Full(&at, (1, m)), Full(&bt, (1, k))), (&mut other, (1, m)), Update::Accumulate);
         assert_eq!(transpose(&plain, m, n), other);
     }
 }
@@ -155,7 +168,7 @@ fn one_after_the_other<T: Float>(
     update: Update,
 ) -> [Vec<T>; 4] {
     let mut c = old.to_vec();
-    gemm_in(precision, [m, n, k], Full(a, (k, 1)), Full(b, (n, 1)), (&mut c, (n, 1)), update);
+    gemm(factors(precision, [m, n, k], Full(a, (k, 1)), Full(b, (n, 1))), (&mut c, (n, 1)), update);
     let (mut biased, mut activated) = (c.clone(), c.clone());
     pointwise::bias(&c, bias, &mut biased);
     gelu::bias_gelu(&c, bias, Stored::Full(&mut activated));
@@ -202,9 +215,9 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
                 _ => Epilogue::Swiglu(to),
             };
             if threads > 1 && k > 0 {
-                cut(threads, precision, dims, left, right, &mut c, update, after);
+                cut(threads, factors(precision, dims, left, right), &mut c, update, after);
             } else {
-                gemm_shared(precision, dims, left, right, &mut c, update, after);
+                gemm_shared(factors(precision, dims, left, right), &mut c, update, after);
             }
             let at = format!("{precision:?}, {dims:?}, {update:?}, epilogue {epilogue}, for {threads} threads");
             assert!(c == want[usize::from(epilogue == 1)], "{at}");
@@ -259,7 +272,7 @@ fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
             );
             let product = |a, b| {
                 let mut c = vec![f32::NAN; m * n];
-                gemm_blocks(Precision::Bf16, [m, n, k], a, b, &mut c, terms);
+                gemm_blocks(factors(Precision::Bf16, [m, n, k], a, b), &mut c, terms);
                 c
             };
             let want = product(a[0], b[0]);
@@ -281,7 +294,7 @@ fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
     let product = |a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>| {
         let mut c = vec![f32::NAN; m * n];
         // SAFETY: all matrices are dense.
-        unsafe { portable(Precision::Bf16, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };
+        unsafe { portable(factors(Precision::Bf16, [m, n, k], a, b), (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };
         c
     };
     let want = product(a[0], b[0]);
@@ -294,14 +307,14 @@ fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
 #[should_panic(expected = "A: stored in bf16, but a product of f32 in F32 does not round")]
 fn rounded_factors_are_refused_by_products_that_do_not_round() {
     let b = Full(&[0.0; 3], (3, 1));
-    gemm([2, 3, 1], Rounded(&[bf16::ZERO; 2], (1, 1)), b, (&mut [0.0_f32; 6], (3, 1)), Update::Overwrite);
+    gemm(exact([2, 3, 1], Rounded(&[bf16::ZERO; 2], (1, 1)), b), (&mut [0.0_f32; 6], (3, 1)), Update::Overwrite);
 }
 
 #[test]
 #[should_panic(expected = "B: stored in bf16, but a product of f64 in Bf16 does not round")]
 fn rounded_factors_are_refused_by_products_of_f64() {
     let (a, b) = (Full(&[0.0_f64; 2], (1, 1)), Rounded(&[bf16::ZERO; 3], (3, 1)));
-    gemm_shared(Precision::Bf16, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Nothing);
+    gemm_shared(factors(Precision::Bf16, [2, 3, 1], a, b), &mut [0.0; 6], Update::Overwrite, Epilogue::Nothing);
 }
 
 #[test]
@@ -337,7 +350,7 @@ fn every_thread_has_as_many_blocks() {
 #[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
 fn short_biases_are_refused() {
     let (a, b) = (Full(&[1.0_f32; 2][..], (1, 1)), Full(&[1.0_f32; 3][..], (3, 1)));
-    gemm_shared(Precision::F32, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
+    gemm_shared(factors(Precision::F32, [2, 3, 1], a, b), &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
 }
 
 #[test]
@@ -363,21 +376,21 @@ fn linear_gradients_match_finite_differences() {
 #[should_panic(expected = "B: 3 by 2 with strides (2, 1) does not fit in 5 elements")]
 fn short_operands_are_refused() {
     let c = &mut [0.0_f32; 4];
-    gemm([2, 2, 3], Full(&[0.0; 6], (3, 1)), Full(&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
+    gemm(exact([2, 2, 3], Full(&[0.0; 6], (3, 1)), Full(&[0.0; 5], (2, 1))), (c, (2, 1)), Update::Overwrite);
 }
 
 #[test]
 #[should_panic(expected = "C: 2 by 3 with strides (6, 2) is contiguous along no dim")]
 fn outputs_with_gaps_both_ways_are_refused() {
     let c = &mut [0.0_f32; 12];
-    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
+    gemm(exact([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1))), (c, (6, 2)), Update::Overwrite);
 }
 
 #[test]
 #[should_panic(expected = "C: the elements of 2 by 3 overlap with strides (2, 1)")]
 fn overlapping_outputs_are_refused() {
     let c = &mut [0.0_f32; 9];
-    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
+    gemm(exact([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1))), (c, (2, 1)), Update::Overwrite);
 }
 
 /// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
@@ -397,7 +410,7 @@ fn few_rows_have_the_bits_of_many() {
             let terms = Terms { segments: 1, blocks };
             let product = |m: usize| {
                 let mut c = vec![f32::NAN; m * n];
-                gemm_blocks(precision, [m, n, k], Full(&a, (k, 1)), right, &mut c, terms);
+                gemm_blocks(factors(precision, [m, n, k], Full(&a, (k, 1)), right), &mut c, terms);
                 c
             };
             let many = product(m);
@@ -415,7 +428,7 @@ fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
         let mut want = vec![f32::NAN; m * n];
         let terms = if blocks == 1 { Terms::WHOLE } else { Terms { segments: 2, blocks } };
         let precision = Precision::F32;
-        gemm_blocks(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
+        gemm_blocks(factors(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1))), &mut want, terms);
         let terms = Terms { segments: 1, blocks };
         let half = |i: usize| Summand { k, a: Full(&a[i * k..], (2 * k, 1)), b: Full(&b[i * k * n..], (n, 1)), terms };
         let mut got = vec![f32::NAN; m * n];

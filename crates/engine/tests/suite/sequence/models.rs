@@ -5,7 +5,7 @@ use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    Numerics, Plan, Recompute, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+    Numerics, Plan, Recompute, ScheduleSpec, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary, POSITIONS};
@@ -29,7 +29,9 @@ struct Case {
     boundary: Boundary,
     cut_over_tp: bool,
     loss_chunk: usize,
+    sequence_block: usize,
     tied: bool,
+    window: Option<usize>,
 }
 
 const PLAIN: Case = Case {
@@ -39,15 +41,28 @@ const PLAIN: Case = Case {
     boundary: Boundary::Ignored,
     cut_over_tp: false,
     loss_chunk: 0,
+    sequence_block: 0,
     tied: true,
+    window: None,
 };
 
 impl Case {
     fn model(self, context: Option<ContextParallel>) -> Arc<dyn Model> {
-        let Self { kv_heads, seq: seq_len, dropout, boundary, cut_over_tp: cut, loss_chunk, tied } = self;
+        let Self {
+            kv_heads,
+            seq: seq_len,
+            dropout,
+            boundary,
+            cut_over_tp: cut,
+            loss_chunk,
+            sequence_block,
+            tied,
+            window,
+        } = self;
         let (num_heads, hidden_size, ffn_hidden_size) = (4, 16, 32);
         if kv_heads == 0 {
             let config = Gpt2Config {
+                sliding_window: window,
                 vocab_size: VOCAB,
                 num_layers: 2,
                 hidden_size,
@@ -58,9 +73,10 @@ impl Case {
                 dropout,
             };
             let gpt2 = Gpt2::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
-            return Arc::new(gpt2.context_parallel(context));
+            return Arc::new(gpt2.sequence_block(sequence_block).context_parallel(context));
         }
         let config = LlamaConfig {
+            sliding_window: window,
             vocab_size: VOCAB,
             num_layers: 2,
             hidden_size,
@@ -73,7 +89,7 @@ impl Case {
             tie_embeddings: false,
         };
         let llama = Llama::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
-        Arc::new(llama.context_parallel(context))
+        Arc::new(llama.sequence_block(sequence_block).context_parallel(context))
     }
 
     /// Other tokens for each sample; some targets masked; documents of several lengths.
@@ -135,9 +151,9 @@ fn assert_close(
     }
 }
 
-const METHODS: [Method; 2] = [Method::AllGather, Method::AllToAll];
+const METHODS: [Method; 4] = [Method::AllGather, Method::AllToAll, Method::Ring, Method::Hybrid { ring_degree: 2 }];
 
-/// Canonical numerics: the bits of the model on one rank, by either method.
+/// Canonical numerics: the bits of the model on one rank, by each method.
 #[test]
 fn a_language_model_over_cp_has_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 4 };
@@ -145,7 +161,7 @@ fn a_language_model_over_cp_has_the_bits_of_one_rank() {
         Case { dropout: 0.2, tied: false, ..PLAIN },
         Case { loss_chunk: 3, ..PLAIN }, // a tied table
         Case { kv_heads: 2, loss_chunk: 2, ..PLAIN },
-        Case { kv_heads: 1, boundary: Boundary::Attention, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Attention, window: Some(5), ..PLAIN },
     ] {
         let context = |method| Some(ContextParallel::new(method, Order::default(), 1));
         let one = case.train(context(Method::AllGather), &plan("cp=1", numerics), false);
@@ -179,12 +195,14 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
     let numerics = Numerics::Fast;
     for case in [
         PLAIN,
-        Case { seq: 13, loss_chunk: 3, ..PLAIN },
+        Case { seq: 13, loss_chunk: 3, sequence_block: 3, ..PLAIN },
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Attention, ..PLAIN },
-        Case { kv_heads: 1, boundary: Boundary::Positions, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Positions, sequence_block: 1, ..PLAIN },
         Case { boundary: Boundary::Attention, ..PLAIN },
+        Case { window: Some(3), ..PLAIN },
+        Case { kv_heads: 2, seq: 13, boundary: Boundary::Positions, window: Some(6), ..PLAIN },
     ] {
-        let one = case.train(None, &plan("tp=1", numerics), false);
+        let one = Case { sequence_block: 0, ..case }.train(None, &plan("tp=1", numerics), false);
         for method in METHODS {
             for (mesh, cut_over_tp, order, behind) in [
                 ("cp=2", false, Order::zigzag(2), false),
@@ -206,6 +224,22 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
                     assert_close(&what, &found, &one);
                 }
             }
+        }
+    }
+}
+
+/// Dropout of probabilities counts queries and keys by their place in the whole sequence.
+#[test]
+fn dropout_over_cp_is_that_of_one_rank() {
+    for kv_heads in [0, 2] {
+        let case = Case { dropout: 0.3, kv_heads, ..PLAIN };
+        let one = case.train(None, &plan("tp=1", Numerics::Fast), false);
+        for (mesh, method) in
+            ["cp=2", "cp=4", "tp=2,cp=2"].into_iter().flat_map(|mesh| METHODS.map(|method| (mesh, method)))
+        {
+            let found =
+                case.train(Some(ContextParallel::new(method, Order::default(), 1)), &plan(mesh, Numerics::Fast), false);
+            assert_close(&format!("{case:?} on {mesh} by {method}"), &found, &one);
         }
     }
 }
@@ -241,6 +275,28 @@ fn ranks_of_cp_share_out_what_they_hold_alike() {
     }
 }
 
+/// The inner features of 2 of 16 tokens at a time, where layers are recomputed: what they take falls, and the weights
+/// are those of all tokens at once, whatever the schedule does with their gradients.
+#[test]
+fn inner_features_of_some_tokens_at_a_time() {
+    for (kv_heads, mesh, schedule) in [(0, "dp=1", "1f1b"), (2, "dp=1", "1f1b"), (2, "pp=2,tp=2", "zb_h1")] {
+        let of = |sequence_block| Case { kv_heads, sequence_block, ..PLAIN };
+        let schedule = ScheduleSpec::named(schedule).unwrap();
+        let plan =
+            Plan { recompute: Recompute::Full, num_microbatches: Some(2), schedule, ..plan(mesh, Numerics::Fast) };
+        let whole = of(0).train(None, &plan, false);
+        for block in [2, 5, 16] {
+            assert_close(&format!("{kv_heads}, {mesh}, {block}"), &of(block).train(None, &plan, true), &whole);
+        }
+        let peak = |block| dry_run::predict(&of(block).model(None), &plan, 0).unwrap().memory.of(Category::Activations);
+        assert!(peak(2) < peak(0), "{kv_heads}, {mesh}: {} and {}", peak(2), peak(0));
+    }
+    let case = Case { sequence_block: 2, ..PLAIN };
+    let refused = dry_run::predict(&case.model(None), &plan("dp=1", Numerics::Canonical { blocks: 4 }), 0);
+    let told = refused.unwrap_err().to_string();
+    assert!(told.contains("in_blocks") && told.contains("sums over blocks of tokens"), "{told}");
+}
+
 /// Memory, FLOPs and every communication of each rank.
 #[test]
 fn a_run_over_cp_does_what_a_dry_run_predicts() {
@@ -249,12 +305,18 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
         ("cp=2", Method::AllToAll, false),
         ("tp=2,cp=2", Method::AllGather, true),
         ("dp=2,cp=2", Method::AllToAll, false),
+        ("cp=2", Method::Ring, false),
+        ("cp=4", Method::Ring, false),
+        ("tp=2,cp=2", Method::Ring, true),
+        ("cp=4", Method::Hybrid { ring_degree: 2 }, false),
+        ("dp=2,cp=2", Method::Hybrid { ring_degree: 2 }, false),
         ("pp=2,cp=2", Method::AllGather, false),
         ("dp=2,pp=2,cp=2", Method::AllGather, false), // gradients are summed over a group of two axes
     ] {
         for kv_heads in [0, 2] {
-            let case = Case { kv_heads, cut_over_tp, ..PLAIN };
-            let order = if method == Method::AllGather { Order::zigzag(2) } else { Order::default() };
+            let window = (kv_heads > 0).then_some(5);
+            let case = Case { kv_heads, cut_over_tp, window, sequence_block: 3 * (kv_heads / 2), ..PLAIN };
+            let order = if method == Method::AllToAll { Order::default() } else { Order::zigzag(2) };
             let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
             let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
@@ -278,4 +340,21 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
             }
         }
     }
+}
+
+/// A window changes the numbers, and its operations are those of the pairs of tokens within it.
+#[test]
+fn a_window_hides_tokens_and_their_work() {
+    let plan = plan("tp=1", Numerics::Fast);
+    let of = |window| {
+        let case = Case { kv_heads: 2, window, ..PLAIN };
+        let flops = dry_run::predict(&case.model(None), &plan, 0).unwrap().flops;
+        (case.train(None, &plan, false).0.iter().map(|report| report.loss).collect::<Vec<_>>(), flops)
+    };
+    let [(all, flops), (whole, whole_flops), (few, few_flops)] = [None, Some(16), Some(4)].map(of);
+    assert_eq!((&all, flops), (&whole, whole_flops));
+    assert_ne!(all, few);
+    // Samples, layers, heads and features; forward and backward have 2 and 5 products of 2 operations a pair.
+    let pairs = [16 * 17 / 2, 4 * 5 / 2 + 12 * 4];
+    assert_eq!(flops - few_flops, (4 * 2 * 4 * 4 * 14 * (pairs[0] - pairs[1])) as u64);
 }

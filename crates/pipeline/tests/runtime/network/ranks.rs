@@ -1,14 +1,13 @@
 //! The same network as a pipeline: its stages, channels between them, a thread per rank.
 
+use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
+use meshwork_pipeline::{Event, Lowered, Phase, StageRunner, Tag, Transport, run};
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-
-use super::{Grad, LAYERS, Layer, Outcome, data, layer, loss, target, weights};
-use meshwork_pipeline::{Event, Lowered, Phase, StageRunner, Tag, Transport, run};
 
 /// An intended fault.
 #[derive(Clone, Copy, PartialEq)]

@@ -63,7 +63,7 @@ pub fn integers(name: &str, count: usize) -> Vec<f64> {
 
 /// A type on tp, nothing on other axes.
 pub fn on_tp(ty: Ty) -> Types {
-    Types::of(&[(Axis::Tp, ty)])
+    Types::new(&[(Axis::Tp, ty)])
 }
 
 /// An f64 input on the tape's device.

@@ -150,40 +150,23 @@ fn kinds() -> Vec<(&'static str, bool, Value)> {
     let mut added = tokenizer_json(none.clone(), byte_level(false, true), none.clone(), bytes());
     added["added_tokens"] = json!([{"id": 9000, "content": "cano arma", "single_word": false, "lstrip": true, "rstrip": true,
         "normalized": false, "special": false}]);
+    let plain = |normalizer, pre_tokenizer, model| tokenizer_json(normalizer, pre_tokenizer, none.clone(), model);
+    let split_by = |pre_tokenizer, model| plain(none.clone(), pre_tokenizer, model);
+    let with_space = tokenizer_json(none.clone(), byte_level(true, true), byte_level(true, true), bytes());
     vec![
-        (
-            "byte-level BPE, as GPT-2",
-            true,
-            tokenizer_json(none.clone(), byte_level(false, true), none.clone(), bytes()),
-        ),
-        (
-            "with a space before the text",
-            true,
-            tokenizer_json(none.clone(), byte_level(true, true), byte_level(true, true), bytes()),
-        ),
-        ("a pattern, as Llama 3", true, tokenizer_json(none.clone(), then_bytes(split(llama3)), none.clone(), bytes())),
-        ("spaces by a normalizer, as Llama 2", true, tokenizer_json(spaces, none.clone(), none.clone(), pieces())),
-        (
-            "spaces in one word, as newer Llama 2",
-            true,
-            tokenizer_json(none.clone(), metaspace("first", false), none.clone(), pieces()),
-        ),
-        ("Metaspace always", true, tokenizer_json(none.clone(), metaspace("always", true), none.clone(), pieces())),
-        ("Metaspace first", true, tokenizer_json(none.clone(), metaspace("first", true), none.clone(), pieces())),
-        ("Metaspace never", true, tokenizer_json(none.clone(), metaspace("never", true), none.clone(), pieces())),
-        ("Unigram, as T5", true, tokenizer_json(one_space, metaspace("always", true), none.clone(), unigram)),
-        (
-            "WordPiece, as BERT",
-            true,
-            tokenizer_json(bert, json!({"type": "BertPreTokenizer"}), none.clone(), word_piece),
-        ),
+        ("byte-level BPE, as GPT-2", true, split_by(byte_level(false, true), bytes())),
+        ("with a space before the text", true, with_space),
+        ("a pattern, as Llama 3", true, split_by(then_bytes(split(llama3)), bytes())),
+        ("spaces by a normalizer, as Llama 2", true, plain(spaces, none.clone(), pieces())),
+        ("spaces in one word, as newer Llama 2", true, split_by(metaspace("first", false), pieces())),
+        ("Metaspace always", true, split_by(metaspace("always", true), pieces())),
+        ("Metaspace first", true, split_by(metaspace("first", true), pieces())),
+        ("Metaspace never", true, split_by(metaspace("never", true), pieces())),
+        ("Unigram, as T5", true, plain(one_space, metaspace("always", true), unigram)),
+        ("WordPiece, as BERT", true, plain(bert, json!({"type": "BertPreTokenizer"}), word_piece)),
         ("an added token with its spaces", true, added),
-        ("tokens across spaces and lines", true, tokenizer_json(none.clone(), none.clone(), none.clone(), crossing)),
-        (
-            "words of five letters",
-            false,
-            tokenizer_json(none.clone(), then_bytes(split("(?s).{1,5}")), none.clone(), bytes()),
-        ),
+        ("tokens across spaces and lines", true, split_by(none.clone(), crossing)),
+        ("words of five letters", false, split_by(then_bytes(split("(?s).{1,5}")), bytes())),
     ]
 }
 

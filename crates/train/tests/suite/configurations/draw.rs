@@ -189,6 +189,13 @@ impl Case {
                 case.keys.insert(name, value);
             }
         }
+        // From numbers of its own, so that seeds keep what they drew before there was the key. 100: more tokens than
+        // there are.
+        let mut own = Rng::new(!seed);
+        if frame.pretrained.is_none() && rarely(&mut own, 3) {
+            let window = own.pick(&["0", "1", "3", "7", "100"]);
+            case.keys.insert("model.sliding_window".to_owned(), window.to_owned());
+        }
         case
     }
 
@@ -401,6 +408,7 @@ impl Frame {
                 0 => some(&rng.pick(&[9, 10, 14])),
                 _ => some(&(self.tp * rng.pick(&[8, 4, 5]).max(8 / self.tp))),
             },
+            "model.sliding_window" => None, // drawn behind the others
             "model.tie_embeddings" => match self.asynchronous() && !rarely(rng, 8) {
                 true => some(&false),
                 false => one_of(rng, &["true", "false"]),
@@ -425,7 +433,9 @@ impl Frame {
             "parallelism.ep" => Self::degree(rng, self.ep),
             "parallelism.cp" => Self::degree(rng, self.cp),
             "parallelism.context_parallel_method" => (self.cp > 1 && !rarely(rng, 16) || rarely(rng, 60))
-                .then(|| rng.pick(&["all_gather", "all_to_all"]).to_owned()),
+                .then(|| rng.pick(&["all_gather", "all_to_all", "ring", "hybrid", "auto"]).to_owned()),
+            "parallelism.ring_degree" if self.cp > 1 => one_of(rng, &["1", "2", "4"]),
+            "parallelism.ring_degree" => rarely(rng, 60).then(|| "2".to_owned()),
             "parallelism.context_parallel_order" if self.cp > 1 => {
                 one_of(rng, &["zigzag", "contiguous", "by_document"])
             }
@@ -661,7 +671,7 @@ impl Frame {
                 _ => one_of(rng, &["0", "0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
-            "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
+            "memory.loss_chunk" | "memory.sequence_block" => one_of(rng, &["0", "1", "3", "100"]),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
             "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "samples", "all"]),

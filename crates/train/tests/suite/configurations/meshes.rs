@@ -1,13 +1,12 @@
 //! What `mesh_diff` does with random configurations: it compares any two meshes that the trainer accepts, value by
 //! value.
 
-use meshwork_diff::{Comparison, Report};
-use meshwork_train::config::{Args, Config};
-use meshwork_train::{Data, load};
-
 use crate::configurations::draw::Case;
 use crate::configurations::steps::{self, Same};
 use crate::configurations::{number, rules};
+use meshwork_diff::{Comparison, Report};
+use meshwork_train::config::{Args, Config};
+use meshwork_train::{Data, load};
 
 /// Configurations in an ordinary run of the tests.
 const COUNT: u64 = 80;

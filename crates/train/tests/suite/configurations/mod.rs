@@ -15,15 +15,13 @@ mod pairs;
 mod rules;
 mod steps;
 
+use draw::Case;
+use meshwork_train::config::{Args, Fault, keys};
+use meshwork_train::load;
 use std::env;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
-
-use meshwork_train::config::{Args, Fault, keys};
-use meshwork_train::load;
-
-use draw::Case;
 
 /// Configurations in an ordinary run of the tests.
 const COUNT: u64 = 300;

@@ -76,7 +76,11 @@ const FACTORS: [Factor; 12] = [
         ("bf16", &[("memory.saved_dtype", "bf16")]),
         ("f16", &[("memory.saved_dtype", "f16")]),
     ]),
-    ("logits", &[("all", &[]), ("in chunks", &[("memory.loss_chunk", "3")])]),
+    ("tokens at a time", &[
+        ("all", &[]),
+        ("logits of three", &[("memory.loss_chunk", "3")]),
+        ("logits and inner features of three", &[("memory.loss_chunk", "3"), ("memory.sequence_block", "3")]),
+    ]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),
     ("optimizer", &[
         ("adamw", &[("optimizer.name", "adamw")]),

@@ -102,8 +102,14 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
             rule(!divides(parts, seq_len), "parts of the sequence in whole blocks");
         }
         let (held, group) = (heads / tp.max(1), heads / kv_heads.max(1));
-        let fits = divides(cp, held) && (!llama || divides(group, held / cp) || divides(held / cp, group));
-        rule(shares == Some("all_to_all") && divides(tp, heads) && !fits, "heads over cp");
+        let fits = |parts: usize| {
+            divides(parts, held) && (!llama || divides(group, held / parts) || divides(held / parts, group))
+        };
+        rule(shares == Some("all_to_all") && divides(tp, heads) && !fits(cp), "heads over cp");
+        if let Some(ring) = case.read::<usize>("parallelism.ring_degree").filter(|_| shares == Some("hybrid")) {
+            rule(!divides(ring, cp), "places of a ring over cp");
+            rule(divides(ring, cp) && divides(tp, heads) && !fits(cp / ring), "heads beside the ring");
+        }
     }
     if llama {
         rule(!divides(kv_heads, heads), "heads share no whole number of key and value heads");
@@ -116,6 +122,8 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(number("factor", 1.0) != 1.0 && high <= low, "no frequencies between low and high");
     } else {
         rule(kv_heads != heads, "gpt2 has a key and value head for each head");
+        let exported = case.get("checkpoint.export").is_some();
+        rule(exported && count(case, "model.sliding_window", 0) > 0, "no folder for a GPT-2 with a window");
     }
 }
 
@@ -124,10 +132,8 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let ([dp, tp, _], ep, etp) =
         (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.expert_tensor_parallel", 1));
     let cp = count(case, "parallelism.cp", 1);
-    rule(
-        !divides(ep, dp) && !(divides(cp, ep) && divides(ep / cp, dp)),
-        "ranks of ep are neither ranks of dp nor of cp",
-    );
+    let shared_out = divides(ep, dp) || divides(cp, ep) && divides(ep / cp, dp);
+    rule(!shared_out, "ranks of ep are neither ranks of dp nor of cp");
     rule(![1, tp].contains(&etp), "experts are cut over all of tp, or whole");
     let experts = count(case, "moe.num_experts", 0);
     if experts == 0 {

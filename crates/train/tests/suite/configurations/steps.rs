@@ -1,10 +1,6 @@
 //! Trains two steps as a configuration says and compares them with those of one rank.
 
-use std::error::Error;
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-
+use crate::configurations::draw::Case;
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_core::comm::thread::Options;
@@ -14,8 +10,10 @@ use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
 use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
 use meshwork_train::{Data, TrainError, Trainer, load};
-
-use crate::configurations::draw::Case;
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Steps to compare: the second sees the update of the first.
 const STEPS: u64 = 2;

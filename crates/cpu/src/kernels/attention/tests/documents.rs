@@ -32,7 +32,7 @@ proptest! {
         let case = Case::new([batch, seq, used, size], head_dim, [1, 0], turned);
         let tiles = f32::tiles(precision);
         let packing = Packing::new(&positions(&lengths, 0).repeat(batch), [batch, seq], true).unwrap();
-        let masks = Masks { dropout: None, packing: Some(&packing) };
+        let masks = Masks { packing: Some(&packing), ..Masks::default() };
         let [q, kv, dout] = case.operands::<f32>();
         let [out, lse] = case.run_with(tiles, &q, &kv, masks);
         let [dq, dkv] = case.backward_with(tiles, &q, &kv, &dout, masks);
@@ -66,7 +66,7 @@ proptest! {
         let turned = Case::new([1, seq, 2, 2], head_dim, [0, 0], true);
         let still = Case::new([1, seq, 2, 2], head_dim, [0, 0], false);
         let [q, kv, dout] = turned.operands::<f64>();
-        let masks = Masks { dropout: None, packing: Some(&packing) };
+        let masks = Masks { packing: Some(&packing), ..Masks::default() };
         let turn = |x: &[f64], heads: usize, only: usize, back: f64| -> Vec<f64> {
             let mut x = x.to_vec();
             for (row, x) in x.chunks_mut(heads * head_dim).enumerate() {
@@ -94,7 +94,7 @@ fn dropout_is_that_of_the_whole_sequence() {
     let places = positions(&[70, 80], 0).repeat(2);
     let run = |places: &[i32]| {
         let packing = Packing::new(places, [2, 150], true).unwrap();
-        let masks = Masks { dropout: drop, packing: Some(&packing) };
+        let masks = Masks { dropout: drop, packing: Some(&packing), ..Masks::default() };
         let (mut out, mut lse, mut dqkv) =
             (vec![f32::NAN; elements(d)], vec![f32::NAN; 600], vec![f32::NAN; qkv.len()]);
         forward(f32::tiles(Precision::F32), d, &qkv, &mut out, &mut lse, masks);

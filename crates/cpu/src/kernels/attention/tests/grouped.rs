@@ -47,7 +47,7 @@ impl Case {
             let angle = move |pair| self.angle(i, pair);
             (0..half).map(move |pair| angle(pair).cos()).chain((0..half).map(move |pair| angle(pair).sin()))
         };
-        (0..self.dims.queries().end.max(self.dims.keys.count)).flat_map(row).map(T::from_f64).collect()
+        (0..self.dims.queries().end.max(self.dims.keys.sequence)).flat_map(row).map(T::from_f64).collect()
     }
 
     /// `[batch, seq, 3, heads, head_dim]`: queries and keys are rotated, keys and values are repeated for each head of
@@ -145,10 +145,19 @@ impl Case {
         dout: &[T],
         masks: Masks<'_>,
     ) -> [Vec<T>; 2] {
-        let (nan, table) = (T::from(f32::NAN), self.angles::<T>());
         let [out, lse] = self.run_with(tiles, q, kv, masks);
-        let (mut dq, mut dkv) = (vec![nan; q.len()], vec![nan; kv.len()]);
-        let saved = Saved { q, kv, out: &out, lse: &lse };
+        self.backward_from(tiles, Saved { q, kv, out: &out, lse: &lse }, dout, masks)
+    }
+
+    pub(super) fn backward_from<T: Tiled>(
+        &self,
+        tiles: Tiles<T>,
+        saved: Saved<'_, T, T>,
+        dout: &[T],
+        masks: Masks<'_>,
+    ) -> [Vec<T>; 2] {
+        let (nan, table) = (T::from(f32::NAN), self.angles::<T>());
+        let (mut dq, mut dkv) = (vec![nan; saved.q.len()], vec![nan; saved.kv.len()]);
         let angles = self.turned.then_some(Angles(&table));
         grouped_backward(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
         [dq, dkv]
