@@ -112,8 +112,8 @@ impl<'a> Heads<'a> {
         self.tensor(layout.swap_blocks(&all, n, b, s * parts * heads * d)?, [b, n * s, parts, heads * d])
     }
 
-    /// The gradients of keys and values of the tokens of this rank, `[b, s/n, 2, kv_heads · d]`: where all were gathered,
-    /// the sums of those that the ranks have of all.
+    /// The gradients of keys and values of the tokens of this rank, `[b, s/n, 2, kv_heads · d]`: where all were
+    /// gathered, the sums of those that the ranks have of all.
     pub(crate) fn keys_back(&self, dkv: &Tensor) -> Result<Tensor> {
         let (n, [b, s, parts, heads, d]) = (self.ranks.len(), self.of_kv);
         let of_tokens = match self.share.gathered {

@@ -16,9 +16,9 @@
 //!   d(k, v)_t = d(k, v)_t from the rank before + own share ──▶ next rank      n - 1 times
 //! ```
 //!
-//! Pairs of a run of queries and a run of keys that the masks hide whole are not computed; in zigzag order each rank then
-//! has the same work in each step. Runs of keys before a run of queries need no causal mask. With a sliding window a block
-//! goes no further than queries read it.
+//! Pairs of a run of queries and a run of keys that the masks hide whole are not computed; in zigzag order each rank
+//! then has the same work in each step. Runs of keys before a run of queries need no causal mask. With a sliding window
+//! a block goes no further than queries read it.
 
 use meshwork_core::{Axis, Buffer, DType, Group, Pending};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape};

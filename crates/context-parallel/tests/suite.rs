@@ -183,8 +183,8 @@ fn what_ranks_exchange_is_what_is_published() {
     }
 }
 
-/// A block goes as far as queries read it: with a window of 10 tokens, of parts of 16, to the next rank, and the sum of its
-/// gradients comes back from there.
+/// A block goes as far as queries read it: with a window of 10 tokens, of parts of 16, to the next rank, and the sum of
+/// its gradients comes back from there.
 #[test]
 fn blocks_outside_the_window_do_not_travel() {
     let window = |window| Mask { documents: None, window: Some(window) };
@@ -299,7 +299,7 @@ fn blocks_travel_while_attention_computes() {
             let kernels: Vec<&Span> = spans.iter().filter(kernel).collect();
             let under =
                 |flight: &Span| kernels.iter().any(|kernel| flight.start <= kernel.start && kernel.end <= flight.end);
-            // Blocks, forward and backward, and the sums of their gradients: the last of these alone has no kernel left.
+            // Blocks, forward and backward, and the sums of their gradients: only the last has no kernel left.
             for (name, hidden) in [("recv", 3 * (steps - 1) - 1), ("send", 3 * (steps - 1) - 1)] {
                 let flights = spans.iter().filter(|span| span.class == Class::Flight && span.name == name);
                 assert_eq!(flights.clone().count(), 3 * (steps - 1), "rank {rank} by {method}");
