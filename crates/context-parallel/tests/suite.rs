@@ -299,8 +299,7 @@ fn blocks_travel_while_attention_computes() {
             let kernels: Vec<&Span> = spans.iter().filter(kernel).collect();
             let under =
                 |flight: &Span| kernels.iter().any(|kernel| flight.start <= kernel.start && kernel.end <= flight.end);
-            // Blocks, forward and backward, and the sums of their gradients: the last of these alone has no kernel
-            // left.
+            // Blocks, forward and backward, and the sums of their gradients: only the last has no kernel left.
             for (name, hidden) in [("recv", 3 * (steps - 1) - 1), ("send", 3 * (steps - 1) - 1)] {
                 let flights = spans.iter().filter(|span| span.class == Class::Flight && span.name == name);
                 assert_eq!(flights.clone().count(), 3 * (steps - 1), "rank {rank} by {method}");

@@ -193,12 +193,14 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
         let (mut vectors, mut sets) = (Vec::new(), Vec::new());
         for held in trainer.held(id) {
             let mut values = trainer.values(&held)?;
+            // A schedule whose update took the gradient has no values of it.
+            let slices = if values.is_empty() { Vec::new() } else { held.slices };
             let piece = |slice: LocalSlice| {
                 let values = values.drain(..slice.stored.count()).collect();
                 Piece { rank: rank.world_rank(), dims: spec.dims, slice, values }
             };
             match held.vector {
-                Some(_) => vectors.push(held.slices.into_iter().map(piece).collect()),
+                Some(_) => vectors.push(slices.into_iter().map(piece).collect()),
                 None => sets.push(values),
             }
         }

@@ -44,7 +44,7 @@ impl Trainer {
     }
 
     /// The elements of a vector, slice by slice. A gradient is as of the last update: summed over its batch and all
-    /// ranks, before clipping.
+    /// ranks, before clipping; empty where its update has taken the memory.
     pub fn values(&self, held: &HeldVector) -> Result<Vec<f32>> {
         let count = held.slices.iter().map(|slice| slice.stored.count()).sum();
         let host = self.store.weights.borrow().read(held.storage, 0..count)?;

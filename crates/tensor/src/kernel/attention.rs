@@ -21,9 +21,9 @@ pub struct AttentionShape {
 }
 
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
-/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
-/// or what the [masks](fn@AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see
-/// all of them.
+/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of a sequence, or what
+/// the [masks](fn@AttentionMasks::runs) say, and key j is token `first_key` + j. A query sees the keys up to its own:
+/// queries behind the last key see all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.

@@ -134,8 +134,7 @@ mod tests {
         assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));
         assert_eq!(packing.pairs(3..6, 0..6, None), (2 + 3 + 1) + (4 + 5 + 6));
         assert_eq!(packing.pairs(0..3, 0..6, None), (1 + 2 + 1) + (1 + 2 + 3));
-        // The last three queries over keys before them: the second document's tokens 3 and 4, the sixth of the other
-        // sample.
+        // The last three queries over keys before them: two of the second document, and all of the other sample.
         assert_eq!(packing.pairs(3..6, 0..3, None), (1 + 1) + 3 * 3);
         let open = Packing { apart: false, ..packing.clone() };
         assert_eq!([open.pairs(0..6, 0..6, None), open.pairs(3..5, 0..6, None)], [2 * 21, 2 * (4 + 5)]);
