@@ -434,10 +434,10 @@ impl Frame {
             "parallelism.cp" => Self::degree(rng, self.cp),
             "parallelism.context_parallel_method" => (self.cp > 1 && !rarely(rng, 16) || rarely(rng, 60))
                 .then(|| rng.pick(&["all_gather", "all_to_all", "ring", "hybrid", "auto"]).to_owned()),
-            "parallelism.ring_degree" if self.cp > 1 => one_of(rng, &["1", "2", "4"]),
+            "parallelism.ring_degree" if self.cp > 1 => rarely(rng, 6).then(|| rng.pick(&["1", "2", "4"]).to_owned()),
             "parallelism.ring_degree" => rarely(rng, 60).then(|| "2".to_owned()),
             "parallelism.context_parallel_order" if self.cp > 1 => {
-                one_of(rng, &["zigzag", "contiguous", "by_document"])
+                one_of(rng, &["zigzag", "contiguous", "contiguous", "by_document"])
             }
             "parallelism.context_parallel_order" => rarely(rng, 60).then(|| "zigzag".to_owned()),
             "parallelism.expert_tensor_parallel" => match rng.below(20) {
@@ -671,7 +671,10 @@ impl Frame {
                 _ => one_of(rng, &["0", "0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
-            "memory.loss_chunk" | "memory.sequence_block" => one_of(rng, &["0", "1", "3", "100"]),
+            "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
+            // Of a block that changes no number, in fast numerics alone.
+            "memory.sequence_block" if self.canonical => rarely(rng, 60).then(|| "3".to_owned()),
+            "memory.sequence_block" => rarely(rng, 3).then(|| rng.pick(&["1", "3", "100"]).to_owned()),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
             "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "samples", "all"]),
@@ -801,7 +804,7 @@ impl Frame {
             "training.replay_every" if self.canonical && self.dp * self.tp > 1 => one_of(rng, &["0", "1", "3"]),
             "training.replay_every" => rarely(rng, 200).then(|| "3".to_owned()),
             "training.replay_mesh" => rarely(rng, 200).then(|| "dp=977".to_owned()),
-            "parallelism.elastic" => one_of(rng, &["off", "dp"]),
+            "parallelism.elastic" => rarely(rng, 8).then(|| "dp".to_owned()),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
                 _ if self.tp == 3 => some(&rng.pick(&[12, 24])),

@@ -87,7 +87,7 @@ fn random_configurations_train_as_one_rank_does_or_are_refused_for_a_reason() {
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
     drop(ends);
     assert!(runs.join().is_ok());
-    assert!(count < 100 || trained > count / 5 && refused > count / 20, "{trained} trained, {refused} refused");
+    assert!(count < 100 || trained > count / 4 && refused > count / 20, "{trained} trained, {refused} refused");
 }
 
 /// A new key without values panics in `draw`; one whose values never come up fails here.
