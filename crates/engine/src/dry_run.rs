@@ -13,7 +13,8 @@ use meshwork_tensor::profiled::Profiled;
 /// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device
 /// without contents.
 ///
-/// # Errors As [`predict`], with an error for an operation that the device lacks:
+/// # Errors
+/// As [`predict`], with an error for an operation that the device lacks:
 /// [`TrainError::lack`](crate::TrainError::lack) recognises it. Other errors may come from the zeros of such a device.
 pub fn attempt(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, device: Arc<dyn Device>) -> Result<()> {
     let mut trainer = trainer(model, plan, world_rank, device)?;

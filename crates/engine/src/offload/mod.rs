@@ -32,7 +32,7 @@ use std::fmt::Debug;
 use std::io;
 use std::path::PathBuf;
 
-/// The memory of a rank that is offloaded, in a [`Plan`](crate::Plan).
+/// The memory of a rank that is offloaded, in a [`Plan`].
 #[derive(Clone, Debug)]
 pub struct Offload {
     /// The states of the optimizer.
