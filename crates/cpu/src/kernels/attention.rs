@@ -70,7 +70,7 @@ mod tiles;
 
 use super::dropout::Mask;
 pub use documents::{Misplaced, Packing};
-use heads::heads_mut;
+use heads::{RowsMut, heads_mut};
 pub use join::join;
 use layout::{Call, Layout};
 use meshwork_core::pool;
@@ -323,47 +323,51 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call: &Call<'_, T>,
     saved: Saved<'_, S, T>,
     dout: &[S],
-    gradients: impl Iterator<Item = [heads::RowsMut<'g, S>; 3]> + Send,
+    gradients: impl Iterator<Item = [RowsMut<'g, S>; 3]> + Send,
 ) {
     let Call { dims, groups, layout, .. } = *call;
     let Saved { q, kv, out, lse } = saved;
     call.check();
     let read = call.as_read::<S>();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
-    pool::for_each(items, |((group, mut gradients), next)| {
+    pool::for_each(items, |((group, [mut dq, dk, dv]), next)| {
         let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
-        for (rows, to_next) in call.parts(group, next) {
-            let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
-            let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
-            let [of_queries, of_keys] = [rows.queries, rows.keys];
-            let operands = [
-                Placed { rows: of_queries.len, from: &q[q_start..], row: layout.q.row, width: wide },
-                Placed { rows: of_keys.len, from: &kv[k_start..], row: layout.k.row, width: dims.head_dim },
-                Placed { rows: of_keys.len, from: &kv[v_start..], row: layout.v.row, width: dims.head_dim },
-                Placed { rows: of_queries.len, from: &out[o..], row: layout.out.row, width: wide },
-                Placed { rows: of_queries.len, from: &dout[o..], row: layout.out.row, width: wide },
-            ];
-            let [dq, dk, dv] = gradients.each_mut();
-            // A later run of queries adds to what the runs before it have written.
-            let each = of_keys.len * dims.head_dim;
-            let mut share = rows.later.then(|| vec![S::zeroed(); 2 * each]);
-            let [k, v] = match &mut share {
-                None => [dk.part(of_keys.range(), 0), dv.part(of_keys.range(), 0)],
-                Some(share) => {
-                    let (k, v) = share.split_at_mut(each);
-                    [k, v].map(|rows| heads::RowsMut::new(rows, dims.head_dim))
-                }
-            };
-            let (of_part, to_next) = ([dq.part(of_queries.range(), 0), k, v], to_next.filter(|_| !rows.later));
-            stored::read(operands, |operands| {
-                stored::write(of_part, |gradients| {
-                    backward::part(&read, (group, rows), operands, lse, gradients, to_next);
-                });
-            });
-            for (to, share) in [dk, dv].into_iter().zip(share.iter().flat_map(|share| share.chunks(each))) {
-                stored::add(share, to.part(of_keys.range(), 0));
+        // The sums over all runs of queries are rounded once.
+        stored::write([dk, dv], |mut sums| {
+            if S::COPIED {
+                sums.iter_mut().for_each(RowsMut::zero);
             }
-        }
+            for (rows, to_next) in call.parts(group, next) {
+                let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
+                let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED && !rows.later));
+                let [of_queries, of_keys] = [rows.queries, rows.keys];
+                let operands = [
+                    Placed { rows: of_queries.len, from: &q[q_start..], row: layout.q.row, width: wide },
+                    Placed { rows: of_keys.len, from: &kv[k_start..], row: layout.k.row, width: dims.head_dim },
+                    Placed { rows: of_keys.len, from: &kv[v_start..], row: layout.v.row, width: dims.head_dim },
+                    Placed { rows: of_queries.len, from: &out[o..], row: layout.out.row, width: wide },
+                    Placed { rows: of_queries.len, from: &dout[o..], row: layout.out.row, width: wide },
+                ];
+                // A later run of queries adds to what the runs before it have written.
+                let each = of_keys.len * dims.head_dim;
+                let mut share = rows.later.then(|| vec![T::zeroed(); 2 * each]);
+                let [k, v] = match &mut share {
+                    None => sums.each_mut().map(|sum| sum.part(of_keys.range(), 0)),
+                    Some(share) => {
+                        let (k, v) = share.split_at_mut(each);
+                        [k, v].map(|rows| RowsMut::new(rows, dims.head_dim))
+                    }
+                };
+                stored::read(operands, |operands| {
+                    stored::write([dq.part(of_queries.range(), 0)], |[q]| {
+                        backward::part(&read, (group, rows), operands, lse, [q, k, v], to_next);
+                    });
+                });
+                for (sum, share) in sums.iter_mut().zip(share.iter().flat_map(|share| share.chunks(each))) {
+                    sum.part(of_keys.range(), 0).add(share);
+                }
+            }
+        });
     });
 }
 

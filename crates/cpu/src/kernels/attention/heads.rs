@@ -43,6 +43,24 @@ impl<'a, T> RowsMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(i * self.step), self.width) }
     }
 
+    /// Sets every element to 0.
+    pub(super) fn zero(&mut self)
+    where
+        T: bytemuck::Zeroable,
+    {
+        (0..self.rows).for_each(|i| self.row(i).fill_with(T::zeroed));
+    }
+
+    /// Adds rows without gaps.
+    pub(super) fn add(&mut self, from: &[T])
+    where
+        T: Copy + std::ops::AddAssign,
+    {
+        for (i, from) in from.chunks_exact(self.width.max(1)).enumerate() {
+            self.row(i).iter_mut().zip(from).for_each(|(to, &from)| *to += from);
+        }
+    }
+
     /// Some rows, from a column on.
     pub(super) fn part(&mut self, rows: Range<usize>, column: usize) -> RowsMut<'_, T> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);

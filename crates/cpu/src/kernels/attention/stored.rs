@@ -143,18 +143,3 @@ pub(super) fn write<S: StoredAs<T>, T: Float, const N: usize, R>(
         result
     })
 }
-
-/// Adds contiguous rows to a result: as values of `T`, rounded once.
-pub(super) fn add<S: StoredAs<T>, T: Float>(from: &[S], mut to: RowsMut<'_, S>) {
-    let width = to.width().min(from.len());
-    with_room(2 * width, |room: &mut [T]| {
-        let (sum, share) = room.split_at_mut(width);
-        for (i, from) in from.chunks_exact(width.max(1)).enumerate() {
-            let to = &mut to.row(i)[..width];
-            S::widen(to, sum);
-            S::widen(from, share);
-            sum.iter_mut().zip(&*share).for_each(|(sum, &share)| *sum += share);
-            S::round(sum, to);
-        }
-    });
-}
