@@ -50,7 +50,7 @@ fn run(options: &Options) -> Result<bool, Box<dyn Error>> {
     let model: Arc<dyn Model> = Arc::new(options.network());
     let plan = options.plan(images.len())?;
     if let Some(other) = options.other(&plan) {
-        let [a, b] = [plan, other].map(|plan| Side::of(model.clone(), plan, &images));
+        let [a, b] = [plan, other].map(|plan| Side::from_model(model.clone(), plan, &images));
         let report = compare([&a, &b], COMPARED)?;
         show(&report)?;
         return Ok(report.holds());

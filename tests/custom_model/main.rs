@@ -88,8 +88,9 @@ fn its_block_and_its_operation_are_those_of_one_rank() {
 fn its_meshes_are_compared_and_a_fault_is_found() {
     let (model, data) = parallel();
     let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, ..Plan::default() };
-    let side =
-        |mesh: &str, plan: &Plan| Side::of(model.clone(), Plan { mesh: mesh.parse().unwrap(), ..plan.clone() }, &data);
+    let side = |mesh: &str, plan: &Plan| {
+        Side::from_model(model.clone(), Plan { mesh: mesh.parse().unwrap(), ..plan.clone() }, &data)
+    };
     for mesh in ["dp=2,tp=2,pp=2", "dp=4", "tp=4"] {
         let fast = compare([&side("dp=1", &Plan::default()), &side(mesh, &Plan::default())], 2).unwrap();
         assert!(fast.unexplained.is_none() && fast.replicas.is_none() && fast.tensors() > 100, "{mesh}: {fast}");

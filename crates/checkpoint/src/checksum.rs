@@ -16,7 +16,7 @@ pub struct Checksum(u64);
 
 impl Checksum {
     /// The checksum of these bytes.
-    pub fn of(bytes: &[u8]) -> Self {
+    pub fn hash(bytes: &[u8]) -> Self {
         Self(XxHash3_64::oneshot(bytes))
     }
 
@@ -67,8 +67,8 @@ mod tests {
     /// Values of the reference implementation, `xxhsum -H3`.
     #[test]
     fn it_is_xxh3() {
-        assert_eq!(Checksum::of(b"").to_string(), "2d06800538d394c2");
-        assert_eq!(Checksum::of(b"a").to_string(), "e6c632b61e964e1f");
+        assert_eq!(Checksum::hash(b"").to_string(), "2d06800538d394c2");
+        assert_eq!(Checksum::hash(b"a").to_string(), "e6c632b61e964e1f");
     }
 
     #[test]
@@ -77,7 +77,7 @@ mod tests {
         for part in [1, 7, 256, 1000, 5000] {
             let mut sum = Summing::default();
             bytes.chunks(part).for_each(|part| sum.add(part));
-            assert_eq!(sum.checksum(), Checksum::of(&bytes), "parts of {part}");
+            assert_eq!(sum.checksum(), Checksum::hash(&bytes), "parts of {part}");
         }
     }
 }

@@ -87,7 +87,7 @@ pub(crate) struct Written {
 impl SavePlan {
     /// The bytes of all files of a checkpoint of this plan, with such `metadata`: its room on a disk.
     pub fn file_bytes(&self, metadata: &Value) -> u64 {
-        let nothing = Checksum::of(&[]);
+        let nothing = Checksum::hash(&[]);
         let written = |rank| Written {
             header_bytes: header(self, rank, u64::MAX).len() as u64,
             header_checksum: nothing,
@@ -123,7 +123,7 @@ impl Index {
         let mut body = serde_json::to_vec(self)?;
         body.push(b'\n');
         let body = &body[1..];
-        Ok([HEAD, Checksum::of(body).to_string().as_bytes(), NECK, body].concat())
+        Ok([HEAD, Checksum::hash(body).to_string().as_bytes(), NECK, body].concat())
     }
 
     /// Reads the bytes of the file at `path`.
@@ -148,7 +148,7 @@ impl Index {
         let digits = head.strip_prefix(HEAD).and_then(|rest| rest.strip_suffix(NECK));
         let stated = digits.and_then(|digits| Checksum::parse(std::str::from_utf8(digits).ok()?));
         let Some(stated) = stated else { return Err("it does not begin with a checksum".to_owned()) };
-        let found = Checksum::of(body);
+        let found = Checksum::hash(body);
         if stated != found {
             return Err(format!("its checksum is {found}, and it says {stated}"));
         }

@@ -277,11 +277,16 @@ mod tests {
                 let holds = |held: &Held| held.tensor == piece.tensor && held.slice.contains(&piece.slice);
                 assert!(held.iter().any(|held| holds(held) && held.ranks.contains(&rank)), "{piece:?}");
                 if piece.tensor == 0 {
-                    let whole = crate::Block::of(&Slice::whole(&dims));
-                    crate::slice::for_each_run(&piece.slice, &whole, &crate::Block::of(&piece.slice), |at, _, run| {
-                        seen[at as usize..(at + run) as usize].iter_mut().for_each(|count| *count += 1);
-                        Ok::<_, ()>(())
-                    })
+                    let whole = crate::Block::from_slice(&Slice::whole(&dims));
+                    crate::slice::for_each_run(
+                        &piece.slice,
+                        &whole,
+                        &crate::Block::from_slice(&piece.slice),
+                        |at, _, run| {
+                            seen[at as usize..(at + run) as usize].iter_mut().for_each(|count| *count += 1);
+                            Ok::<_, ()>(())
+                        },
+                    )
                     .unwrap();
                 }
             }

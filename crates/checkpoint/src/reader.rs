@@ -151,7 +151,7 @@ impl Checkpoint {
         let bytes = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
         for piece in self.pieces(name) {
             let Some(both) = slice.overlap(&piece.slice) else { continue };
-            let stored = Block::of(&piece.slice);
+            let stored = Block::from_slice(&piece.slice);
             let failed = |source| self.failed(piece.file, source);
             if both == piece.slice {
                 let mut checksum = Summing::default();

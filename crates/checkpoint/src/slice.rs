@@ -115,7 +115,7 @@ pub struct Block {
 
 impl Block {
     /// The array that holds exactly a slice.
-    pub fn of(slice: &Slice) -> Self {
+    pub fn from_slice(slice: &Slice) -> Self {
         Self::padded(slice, slice.extents())
     }
 
@@ -277,8 +277,8 @@ mod tests {
     fn whole_rows_are_one_run() {
         let rows = Slice::new([1..3, 0..4]);
         let mut runs = Vec::new();
-        let whole = Block::of(&Slice::whole(&[8, 4]));
-        for_each_run(&rows, &whole, &Block::of(&rows), |from, to, run| -> Result<(), ()> {
+        let whole = Block::from_slice(&Slice::whole(&[8, 4]));
+        for_each_run(&rows, &whole, &Block::from_slice(&rows), |from, to, run| -> Result<(), ()> {
             runs.push((from, to, run));
             Ok(())
         })

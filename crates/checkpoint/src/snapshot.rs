@@ -78,7 +78,7 @@ impl Snapshot {
             let Some(both) = slice.overlap(&piece.slice) else { continue };
             let Some(into) = self.data.get_mut(piece.bytes.start as usize..piece.bytes.end as usize) else { continue };
             let range = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
-            let copied = for_each_run(&both, &held, &Block::of(&piece.slice), |from, to, run| {
+            let copied = for_each_run(&both, &held, &Block::from_slice(&piece.slice), |from, to, run| {
                 into[range(to, run)].copy_from_slice(&bytes[range(from, run)]);
                 Ok::<_, std::convert::Infallible>(())
             });

@@ -318,7 +318,7 @@ impl Task {
             folder::sync(&partial)
         };
         write().map_err(told(&path))?;
-        Ok(Written { header_bytes: header.len() as u64, header_checksum: Checksum::of(&header), checksums })
+        Ok(Written { header_bytes: header.len() as u64, header_checksum: Checksum::hash(&header), checksums })
     }
 
     /// Writes the index and renames the folder, which completes the checkpoint.

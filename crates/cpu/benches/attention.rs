@@ -77,7 +77,7 @@ fn rates(
     let packing = packed(shape, documents);
     let masks = Masks { packing: packing.as_ref(), window, ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
-    let dims = Dims::of([batch, seq, heads, head_dim]);
+    let dims = Dims::new([batch, seq, heads, head_dim]);
     let elements = batch * seq * heads * head_dim;
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
@@ -102,7 +102,7 @@ fn grouped_rates(
     let packing = packed(shape, documents);
     let masks = Masks { packing: packing.as_ref(), window, ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
-    let dims = Dims::of([batch, seq, heads, head_dim]);
+    let dims = Dims::new([batch, seq, heads, head_dim]);
     let groups = Groups { size, kv_heads: heads / size, first: 0 };
     let (of_q, of_kv) = (batch * seq * heads * head_dim, 2 * batch * seq * groups.kv_heads * head_dim);
     let (q, kv, dout) = (normal("q", of_q), normal("kv", of_kv), normal("dout", of_q));

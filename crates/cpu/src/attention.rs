@@ -71,7 +71,7 @@ pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl LastAngles {
     /// The angles for at least `seq` positions.
-    fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
+    fn table<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| {
             (of.0, of.1, of.2.dtype()) == (rotary, head_dim, T::DTYPE) && of.2.count() >= seq * head_dim
@@ -147,7 +147,7 @@ impl Attention for Cpu {
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.forward_flops(&with), shape, &with, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, positions(shape, &with), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.table::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
@@ -163,7 +163,7 @@ impl Attention for Cpu {
         let TurnedHeads { rotary, seq, first, all, heads, head_dim } = of;
         for_float!(self, "attention", x, T => {
             // More than are needed now, so that the table is not written for each token.
-            let angles = self.angles.of::<T>(rotary, (first + seq).next_power_of_two(), head_dim);
+            let angles = self.angles.table::<T>(rotary, (first + seq).next_power_of_two(), head_dim);
             let (angles, x) = (Angles(&angles.as_slice()?[first * head_dim..]), x.as_slice::<T>()?);
             self.output::<T>(x.len(), |turned| attention::turn(angles, [seq, all, heads, head_dim], x, turned))
         })
@@ -184,7 +184,7 @@ impl Attention for Cpu {
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.backward_flops(&with), shape, &with, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, positions(shape, &with), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.table::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let saved = Saved {
                 q: q.as_slice::<S>()?,

@@ -108,7 +108,7 @@ fn assemble_of<T: Float>(
         let mut parts: Vec<RankValue<T>> = records
             .iter()
             .filter_map(|record| {
-                let values = T::of(&record.values)?.to_vec();
+                let values = T::slice(&record.values)?.to_vec();
                 Some(RankValue { rank: record.rank, coords: record.coords, dims: record.shape.to_vec(), values })
             })
             .collect();

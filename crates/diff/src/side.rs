@@ -69,12 +69,12 @@ impl<'a> Side<'a> {
         let (note, timeout) = (note.to_owned(), config.comm.timeout());
         let devices = Devices::open(config)?;
         let init_from = config.model.init_from.as_ref().map(PathBuf::from);
-        Ok(Self { note, timeout, devices, init_from, ..Self::of(config.model(), config.plan()?, data) })
+        Ok(Self { note, timeout, devices, init_from, ..Self::from_model(config.model(), config.plan()?, data) })
     }
 
     /// A run of any model on the CPU. Its steps are not [verified](Verify): differences between ranks are in the
     /// report.
-    pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
+    pub fn from_model(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
         let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;
         let devices = Devices::cpu(plan.precision);

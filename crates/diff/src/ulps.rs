@@ -25,7 +25,7 @@ impl Values {
 
 pub(super) trait Float: Copy + Debug + Add<Output = Self> + Into<f64> {
     /// The values, if they are of this type.
-    fn of(values: &Values) -> Option<&[Self]>;
+    fn slice(values: &Values) -> Option<&[Self]>;
 
     fn wrap(values: Vec<Self>) -> Values;
 
@@ -71,7 +71,7 @@ stored!(f16, 1 << 13); // of normal numbers
 macro_rules! float {
     ($t:ty, $int:ty, $variant:ident) => {
         impl Float for $t {
-            fn of(values: &Values) -> Option<&[Self]> {
+            fn slice(values: &Values) -> Option<&[Self]> {
                 if let Values::$variant(values) = values { Some(values) } else { None }
             }
 

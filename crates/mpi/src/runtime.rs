@@ -93,7 +93,7 @@ impl Runtime {
         if ranks_per_process == 0 {
             return Err(MpiError::RanksPerProcess(0));
         }
-        Runtime::of(options, move || {
+        Runtime::begin(options, move || {
             let wire = Wire::new(library)?;
             let description = format!("MPI: {}, {}", wire.library(), wire.level());
             let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
@@ -104,13 +104,13 @@ impl Runtime {
     /// The same for ranks of one process, without MPI: for tests of all that does not depend on it.
     pub fn of_one_process(options: Options) -> Result<Runtime, MpiError> {
         let ranks_per_process = options.ranks_per_process;
-        Runtime::of(options, move || {
+        Runtime::begin(options, move || {
             let layout = Layout { process: 0, processes: 1, ranks_per_process };
             Ok(Started { port: Arc::new(Port::new(layout, None)), description: "one process".to_owned() })
         })
     }
 
-    fn of(
+    fn begin(
         options: Options,
         start: impl FnOnce() -> Result<Started, MpiError> + Send + 'static,
     ) -> Result<Runtime, MpiError> {

@@ -34,7 +34,7 @@ impl MemoryUse {
     }
 
     /// The bytes of a category.
-    pub const fn of(&self, category: Category) -> u64 {
+    pub const fn bytes_of(&self, category: Category) -> u64 {
         self.0[category as usize]
     }
 
@@ -45,7 +45,7 @@ impl MemoryUse {
 
     /// Each category with its bytes.
     pub fn iter(&self) -> impl Iterator<Item = (Category, u64)> + '_ {
-        Category::ALL.into_iter().map(|category| (category, self.of(category)))
+        Category::ALL.into_iter().map(|category| (category, self.bytes_of(category)))
     }
 }
 

@@ -50,7 +50,7 @@ pub struct Outcome {
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    Joined::of(config)?.run(config, |world, told, config| {
+    Joined::from_config(config)?.run(config, |world, told, config| {
         let devices = world.prepare(|| Devices::open(config))?;
         train_by(world, told, &devices, config, data, metrics, stop)
     })
@@ -103,8 +103,8 @@ fn train_by(
         })?),
         (true, false) => Some(Profiler::follow(steps, profiled)),
     };
-    let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
-    let replays = world.prepare(|| Replays::of(config))?;
+    let files = world.prepare(|| Files::from_config(config).map_err(RankError::from))?;
+    let replays = world.prepare(|| Replays::from_config(config))?;
     let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
     let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, told };
     let ended = world.run_with(config.comm.options(), |world| {

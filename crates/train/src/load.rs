@@ -68,7 +68,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         settings.faults.extend(checks.iter().find_map(|check| check(&config)));
     }
     if trains && settings.faults.is_empty() {
-        match Room::of(&config).map(|room| room.map_or(Ok(None), |room| room.check(&config))) {
+        match Room::from_config(&config).map(|room| room.map_or(Ok(None), |room| room.check(&config))) {
             Ok(Ok(notice)) => config.notices.extend(notice),
             Ok(Err(fault)) => settings.faults.push(fault),
             Err(_) => {} // the run says what does not fit, on the rank where

@@ -27,7 +27,7 @@ pub fn report(config: &Config) -> Result<String, RankError> {
         let bytes: Vec<u64> = (0..files.world()).map(|rank| files.bytes(rank)).collect();
         let (all, most) = (bytes.iter().sum::<u64>() as f64, bytes.iter().max().copied().unwrap_or(0) as f64);
         text += &format!("checkpoints of {}; to save one, up to {} of host memory on a rank\n", size(all), size(most));
-        text.extend(Room::of(config)?.map(|room| room.report(config)));
+        text.extend(Room::from_config(config)?.map(|room| room.report(config)));
     }
     Ok(text)
 }

@@ -30,7 +30,7 @@ fn case(
     rotated: bool,
     dropped: bool,
 ) -> Case {
-    let dims = Dims::of([batch, seq, heads, head_dim]);
+    let dims = Dims::new([batch, seq, heads, head_dim]);
     Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped, documents: None, window: None }
 }
 
@@ -59,7 +59,7 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 pub fn attention_is_that_of_the_cpu() {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
     let among = |count, first_query, case: Case| Case {
-        dims: Dims { keys: Keys::of(count, first_query), ..case.dims },
+        dims: Dims { keys: Keys::new(count, first_query), ..case.dims },
         ..case
     };
     // Of longer sequences, `first` the token of the first key.
@@ -276,7 +276,7 @@ fn positions_that_do_not_follow_are_seen() {
 pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let of_documents = |case| Case { documents: Some(true), ..case };
     let among = |count, first_query, case: Case| Case {
-        dims: Dims { keys: Keys::of(count, first_query), ..case.dims },
+        dims: Dims { keys: Keys::new(count, first_query), ..case.dims },
         ..case
     };
     let windowed = |window, case: Case| Case { window: Some(window), ..case };

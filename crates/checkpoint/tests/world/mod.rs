@@ -145,7 +145,7 @@ pub fn save_with(
 pub fn signed(index: &Value) -> Vec<u8> {
     let text = index.to_string();
     let body = &text.as_bytes()[1..];
-    [b"{\"checksum\":\"", Checksum::of(body).to_string().as_bytes(), b"\",", body].concat()
+    [b"{\"checksum\":\"", Checksum::hash(body).to_string().as_bytes(), b"\",", body].concat()
 }
 
 /// The index in a file, without its checksum.

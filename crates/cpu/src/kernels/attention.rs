@@ -123,7 +123,7 @@ pub struct Keys {
 
 impl Keys {
     /// The keys of all tokens, and where queries begin among them.
-    pub fn of(count: usize, first_query: usize) -> Self {
+    pub fn new(count: usize, first_query: usize) -> Self {
         Self { count, first_query, first: 0, sequence: count }
     }
 
@@ -135,8 +135,8 @@ impl Keys {
 
 impl Dims {
     /// `[batch, seq, heads, head_dim]`, with a key for each query.
-    pub fn of([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
-        Self { batch, seq, heads, head_dim, keys: Keys::of(seq, 0) }
+    pub fn new([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
+        Self { batch, seq, heads, head_dim, keys: Keys::new(seq, 0) }
     }
 
     /// The tokens that the queries are.

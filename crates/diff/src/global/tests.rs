@@ -54,7 +54,7 @@ pub(in super::super) fn records(
 }
 
 fn numbers(piece: &GlobalPiece) -> &[f32] {
-    f32::of(&piece.values).unwrap()
+    f32::slice(&piece.values).unwrap()
 }
 
 #[test]

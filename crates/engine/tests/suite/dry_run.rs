@@ -265,7 +265,7 @@ fn what_is_offloaded_takes_what_was_predicted() {
         let held = Plan { offload: None, ..plan.clone() };
         for rank in 0..plan.mesh.world_size() {
             let [with, without] = [&plan, &held].map(|plan| predict(&tower::tower(8), plan, rank).unwrap());
-            let states = |prediction: &Prediction| prediction.memory.of(Category::Optimizer);
+            let states = |prediction: &Prediction| prediction.memory.bytes_of(Category::Optimizer);
             assert!(with.memory.total() < without.memory.total(), "{mesh}, rank {rank}");
             assert!(4 * states(&with) < states(&without), "{mesh}, rank {rank}: {with:?} {without:?}");
         }
@@ -297,15 +297,15 @@ fn memory_is_counted_by_what_it_is_for() {
             let kept =
                 [(Category::Parameters, 4, count(true)), (Category::Gradients, 4, 0), (Category::Optimizer, 8, 0)];
             for ((category, bytes, frozen), parts) in kept.into_iter().zip(parts) {
-                let (least, found) = (bytes * (count(false) / parts + frozen), live.of(category));
+                let (least, found) = (bytes * (count(false) / parts + frozen), live.bytes_of(category));
                 // Slices are padded to equal lengths, by less than one element a rank and bucket.
                 assert!(
                     (least..=least + 1024).contains(&found),
                     "stage {stage:?}: {found} bytes of {category:?}, {least}"
                 );
             }
-            assert_eq!(live.of(Category::Activations), 0, "stage {stage:?}: nothing is kept between steps");
-            assert!(peak.of(Category::Activations) > 0 && peak.total() >= live.total(), "stage {stage:?}");
+            assert_eq!(live.bytes_of(Category::Activations), 0, "stage {stage:?}: nothing is kept between steps");
+            assert!(peak.bytes_of(Category::Activations) > 0 && peak.total() >= live.total(), "stage {stage:?}");
         }
     }
 }

@@ -13,7 +13,7 @@ impl Var {
     /// `x + b`. A bias added to a `Partial` value would be counted once per rank: refused.
     pub fn bias(&self, bias: &Var) -> Result<Var> {
         require_whole_values("bias", &[self, bias])?;
-        let tokens = Tokens::of(self, bias.shape().len());
+        let tokens = Tokens::new(self, bias.shape().len());
         self.tape().apply(Bias { bias_shape: bias.shape(), tokens }, &[self, bias])
     }
 }

@@ -107,7 +107,7 @@ impl Var {
         }
         let samples = self.shape()[0];
         let each = Groups { blocks: samples, rows: all.rows / samples, groups, ..all };
-        let op = self.by_its_own("group_norm", each, Some(Tokens::of(self, 1)), (gamma, beta), eps)?;
+        let op = self.by_its_own("group_norm", each, Some(Tokens::new(self, 1)), (gamma, beta), eps)?;
         self.scale_and_shift(op, gamma, beta)
     }
 

@@ -30,7 +30,7 @@ impl Var {
     /// `h' = ⌊(h + 2·padding - kh) / stride⌋ + 1` and w' alike. Weights are whole on every rank, and so is an image.
     pub fn conv2d(&self, weight: &Var, bias: Option<&Var>, stride: usize, padding: usize) -> Result<Var> {
         let (input_shape, weight_shape) = (self.shape(), weight.shape());
-        let (bias_shape, tokens) = (bias.map(Var::shape), Tokens::of(self, 1));
+        let (bias_shape, tokens) = (bias.map(Var::shape), Tokens::new(self, 1));
         let op = Conv2d { stride, padding, input_shape, weight_shape, bias: bias_shape, tokens };
         let inputs: Vec<&Var> = [self, weight].into_iter().chain(bias).collect();
         self.tape().apply(op, &inputs)

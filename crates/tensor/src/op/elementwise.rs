@@ -35,7 +35,7 @@ impl Var {
     }
 
     fn zipped(&self, f: Zip, y: &Var) -> Result<Var> {
-        let repeated = (y.shape().len() < self.shape().len()).then(|| Tokens::of(self, y.shape().len()));
+        let repeated = (y.shape().len() < self.shape().len()).then(|| Tokens::new(self, y.shape().len()));
         let op = Zipped { f, y_shape: y.shape(), repeated };
         // A difference rounds, but its gradients do not, unless they are summed over rows.
         match (f, repeated) {

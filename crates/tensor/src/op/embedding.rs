@@ -23,7 +23,7 @@ impl Var {
     pub fn embedding(&self, table: &Var) -> Result<Var> {
         let vocab = table.shape().first().copied().unwrap_or(0);
         let op =
-            Lookup { rows: 0..vocab, vocab, table_shape: table.shape(), cut_over: None, tokens: Tokens::of(self, 0) };
+            Lookup { rows: 0..vocab, vocab, table_shape: table.shape(), cut_over: None, tokens: Tokens::new(self, 0) };
         self.tape().apply(op, &[self, table])
     }
 
@@ -33,7 +33,7 @@ impl Var {
         let held = table.shape().first().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * held).min(vocab);
         let rows = first..(first + held).min(vocab);
-        let tokens = Tokens::of(self, 0);
+        let tokens = Tokens::new(self, 0);
         let op = Lookup { rows, vocab, table_shape: table.shape(), cut_over: Some(axis), tokens };
         self.tape().apply(op, &[self, table])
     }

@@ -144,8 +144,15 @@ impl Var {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
         let masks = Masking::new(self, 2, mask, dropout)?;
-        let op =
-            GroupedAttention { types: self.types(), shape, runs, tokens: Tokens::of(self, 2), masks, exchange, misfit };
+        let op = GroupedAttention {
+            types: self.types(),
+            shape,
+            runs,
+            tokens: Tokens::new(self, 2),
+            masks,
+            exchange,
+            misfit,
+        };
         match mask.documents {
             None => self.tape().apply(op, &[self, kv]),
             Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),

@@ -59,7 +59,7 @@ impl Linear {
             weight_shape,
             input_shape,
             terms,
-            tokens: Tokens::of(x, contract),
+            tokens: Tokens::new(x, contract),
             then,
             joined: Joined::Alone,
             exact: false,

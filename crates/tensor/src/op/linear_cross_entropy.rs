@@ -72,7 +72,7 @@ impl LinearLoss {
         let samples = shape.first().copied().unwrap_or(1);
         let terms = [1..2, 0..1].map(|dims| x.tape().terms(weight, dims));
         let input = [samples, rows / samples.max(1), features];
-        Self { loss, chunk, input, tokens: Tokens::of(x, 1), weight_shape: weight.shape(), terms }
+        Self { loss, chunk, input, tokens: Tokens::new(x, 1), weight_shape: weight.shape(), terms }
     }
 
     /// The chunks of some samples, or of one of the slices of each.

@@ -53,7 +53,7 @@ impl Var {
     fn normed(&self, gain: &Var, layer: Option<Option<&Var>>, eps: f64, stored: DType) -> Result<Var> {
         let form = layer.map_or(Form::Rms, |beta| Form::Layer { shifted: beta.is_some() });
         let inputs: Vec<&Var> = [self, gain].into_iter().chain(layer.flatten()).collect();
-        self.tape().apply(Norm { form, eps, tokens: Tokens::of(self, 1), stored }, &inputs)
+        self.tape().apply(Norm { form, eps, tokens: Tokens::new(self, 1), stored }, &inputs)
     }
 }
 

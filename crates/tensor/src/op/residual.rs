@@ -31,7 +31,7 @@ impl Var {
     /// `self + bias + residual` in one pass.
     pub fn bias_residual(&self, bias: &Var, residual: &Var) -> Result<Var> {
         require_whole_values("bias_residual", &[self, residual])?;
-        let tokens = Tokens::of(self, bias.shape().len());
+        let tokens = Tokens::new(self, bias.shape().len());
         self.tape().apply(BiasResidual { bias_shape: bias.shape(), tokens }, &[self, bias, residual])
     }
 }

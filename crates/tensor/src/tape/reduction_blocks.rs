@@ -100,7 +100,7 @@ impl From<usize> for Tokens {
 
 impl Tokens {
     /// The tokens of a value `[samples, sequence.., features..]` with `features` dims of features.
-    pub fn of(x: &Var, features: usize) -> Self {
+    pub fn new(x: &Var, features: usize) -> Self {
         let shape = x.shape();
         let sequence = shape.len() > features + 1;
         let cut_over = x.types().cuts(1).filter(|_| sequence).collect();

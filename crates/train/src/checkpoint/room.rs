@@ -33,7 +33,7 @@ impl Room {
     ///
     /// # Errors
     /// A plan that does not fit the model.
-    pub fn of(config: &Config) -> Result<Option<Self>, CheckpointError> {
+    pub fn from_config(config: &Config) -> Result<Option<Self>, CheckpointError> {
         let Some(dir) = config.checkpoint.dir.as_deref().map(Path::new) else { return Ok(None) };
         let each = save_plan(&config.model(), &config.plan()?)?.file_bytes(&json!({"run": {"config": config}}));
         // The check of the folder tells of files that cannot be read.

@@ -24,7 +24,7 @@ pub(crate) struct Files {
 
 impl Files {
     /// The files of a run that saves; `None` for another.
-    pub fn of(config: &Config) -> Result<Option<Self>, CheckpointError> {
+    pub fn from_config(config: &Config) -> Result<Option<Self>, CheckpointError> {
         if config.checkpoint.dir.is_none() {
             return Ok(None);
         }

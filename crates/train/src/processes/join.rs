@@ -29,7 +29,7 @@ impl Joined {
     ///
     /// # Errors
     /// No library, one that fails, or processes that met as another number than were launched.
-    pub fn of(config: &Config) -> Result<Self, RunError> {
+    pub fn from_config(config: &Config) -> Result<Self, RunError> {
         let Some(launch) = &config.comm.launch else {
             return Ok(Self { world: Some(config.world()), all: None, runtime: None, told: Vec::new() });
         };

@@ -75,7 +75,7 @@ impl Replays {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn of(config: &Config) -> Result<Option<Self>, RankError> {
+    pub fn from_config(config: &Config) -> Result<Option<Self>, RankError> {
         if config.training.replay_every == 0 {
             return Ok(None);
         }
@@ -192,7 +192,7 @@ pub(crate) fn fault(config: &Config) -> Option<Fault> {
 
 /// The cost of a replay, for the report before a run; empty without one.
 pub(crate) fn report(config: &Config) -> Result<String, RankError> {
-    let Some(replays) = Replays::of(config)? else { return Ok(String::new()) };
+    let Some(replays) = Replays::from_config(config)? else { return Ok(String::new()) };
     let other = on_other_mesh(config)?;
     let most = predict_all(&other)?.iter().map(|equal| equal.each.memory.total()).max().unwrap_or(0);
     Ok(format!(

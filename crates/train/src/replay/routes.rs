@@ -96,7 +96,7 @@ impl Outgoing<'_> {
     pub fn put(&mut self, key: &StateKey, slice: &LocalSlice, values: &[f32]) {
         for (part, place) in self.places.get(key).into_iter().flatten().filter(|(part, _)| part.held == *slice) {
             let from = Block::padded(&slice_of(slice), dims_of(slice.stored));
-            copy(&part.both, (&from, values), (&Block::of(&part.both), &mut self.elements[place.clone()]));
+            copy(&part.both, (&from, values), (&Block::from_slice(&part.both), &mut self.elements[place.clone()]));
         }
     }
 
@@ -125,7 +125,7 @@ impl Outgoing<'_> {
                 held.len() - 1
             });
             let into = Block::padded(&slice_of(&part.wanted), dims_of(part.wanted.stored));
-            copy(&part.both, (&Block::of(&part.both), &received[start..end]), (&into, &mut held[at].values));
+            copy(&part.both, (&Block::from_slice(&part.both), &received[start..end]), (&into, &mut held[at].values));
             held[at].from.push((part.both.clone(), part.from));
         }
         Ok(Arrived { step: 0, updates: 0, dims: vectors.iter().cloned().collect(), vectors: arrived })

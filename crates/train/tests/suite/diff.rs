@@ -51,7 +51,7 @@ fn a_mesh_is_identical_to_itself() {
 fn a_side_whose_ranks_are_useless_is_refused() {
     let (one, data) = (config("dp=1"), data());
     let plan = Plan { mesh: "cp=2".parse().unwrap(), ..one.plan().unwrap() };
-    let sides = [&Side::new(&one, &data).unwrap(), &Side::of(one.model(), plan, &data)];
+    let sides = [&Side::new(&one, &data).unwrap(), &Side::from_model(one.model(), plan, &data)];
     let refused = compare(sides, 1).err().unwrap().to_string();
     assert!(refused.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{refused}");
 }
@@ -437,7 +437,7 @@ fn a_run_that_fails_is_an_error_and_ends() {
 fn a_model_that_cuts_nothing_over_cp_is_refused() {
     let (config, data) = (config("dp=1"), data());
     let plan = |mesh: &str| Plan { mesh: mesh.parse().unwrap(), ..config.plan().unwrap() };
-    let sides = ["dp=1", "cp=2"].map(|mesh| Side::of(config.model(), plan(mesh), &data));
+    let sides = ["dp=1", "cp=2"].map(|mesh| Side::from_model(config.model(), plan(mesh), &data));
     let error = compare([&sides[0], &sides[1]], 1).unwrap_err().to_string();
     assert!(error.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{error}");
 }

@@ -338,7 +338,7 @@ fn image_classifiers_have_every_value_of_the_cpu() {
                 ..Plan::default()
             }
         };
-        let [a, mut b] = meshes.map(|mesh| Side::of(model.clone(), plan(mesh), &images));
+        let [a, mut b] = meshes.map(|mesh| Side::from_model(model.clone(), plan(mesh), &images));
         let shared = emulator(&kernels, 3);
         b.devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(shared.clone(), Products::OfTheCpu)?)));
         let report = compare([&a, &b], 2).unwrap_or_else(|error| panic!("{meshes:?}: {error}"));

@@ -61,7 +61,7 @@ fn plan(mesh: &str) -> Plan {
 #[track_caller]
 fn compared(model: &Arc<dyn Model>, plans: [Plan; 2]) -> Report {
     let images = images();
-    let [a, b] = plans.map(|plan| Side::of(model.clone(), plan, &images));
+    let [a, b] = plans.map(|plan| Side::from_model(model.clone(), plan, &images));
     compare([&a, &b], 2).unwrap()
 }
 
@@ -125,7 +125,7 @@ fn a_wrong_gradient_is_found_and_named() {
             values[3] += 0.5; // pixel (0, 0), channel 3 of the micro-batch's first image
             Tensor::from_slice(seen.tensor.device(), &values, seen.tensor.shape()).map(Some)
         };
-        let plain = Side::of(model.clone(), plan("dp=2,pp=2"), &images);
+        let plain = Side::from_model(model.clone(), plan("dp=2,pp=2"), &images);
         let report = compare([&plain, &plain.clone().with_hook(wrong)], 2).unwrap();
         let first = report.first.as_ref().unwrap();
         let Location::Op { name, layer: found, operand, .. } = &first.place else { panic!("{report}") };

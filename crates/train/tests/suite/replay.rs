@@ -24,7 +24,7 @@ pub fn run(
     wrap: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Sync,
 ) -> Result<Vec<String>, Vec<String>> {
     let (data, mesh, plan) = (small::data(), config.mesh().unwrap(), config.plan().unwrap());
-    let replays = Replays::of(config).unwrap().expect("replays");
+    let replays = Replays::from_config(config).unwrap().expect("replays");
     let ended = World::threads(&mesh).run(|world| {
         let world = world.communicator().clone();
         let replay = Replay::join(&replays, devices, world.clone())?;

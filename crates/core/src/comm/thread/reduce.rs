@@ -228,7 +228,7 @@ fn leaves<'a, T: Reduce>(
 /// # Panics
 /// If there are no parts, or one of another length than `into`.
 pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Option<&[u8]>], into: &mut [u8]) {
-    fn of<T: Reduce>(op: ReduceOp, parts: &[Option<&[u8]>], into: &mut [u8]) {
+    fn typed<T: Reduce>(op: ReduceOp, parts: &[Option<&[u8]>], into: &mut [u8]) {
         match op {
             ReduceOp::Sum => (Parts { f: T::sum, parts, into, elements: PhantomData::<T> }).wide(),
             ReduceOp::Max => (Parts { f: T::max, parts, into, elements: PhantomData::<T> }).wide(),
@@ -236,13 +236,13 @@ pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Option<&[u8]>], into: &
         }
     }
     match dtype {
-        DType::F32 => of::<f32>(op, parts, into),
-        DType::F64 => of::<f64>(op, parts, into),
-        DType::Bf16 => of::<bf16>(op, parts, into),
-        DType::F16 => of::<f16>(op, parts, into),
-        DType::I32 => of::<i32>(op, parts, into),
-        DType::I64 => of::<i64>(op, parts, into),
-        DType::U8 => of::<u8>(op, parts, into),
+        DType::F32 => typed::<f32>(op, parts, into),
+        DType::F64 => typed::<f64>(op, parts, into),
+        DType::Bf16 => typed::<bf16>(op, parts, into),
+        DType::F16 => typed::<f16>(op, parts, into),
+        DType::I32 => typed::<i32>(op, parts, into),
+        DType::I64 => typed::<i64>(op, parts, into),
+        DType::U8 => typed::<u8>(op, parts, into),
     }
 }
 

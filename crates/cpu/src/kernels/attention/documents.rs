@@ -95,7 +95,7 @@ impl Packing {
         self.of_sample.len() - 1
     }
 
-    fn of(&self, sample: usize) -> &[Document] {
+    fn documents(&self, sample: usize) -> &[Document] {
         &self.documents[self.of_sample[sample]..self.of_sample[sample + 1]]
     }
 
@@ -107,7 +107,7 @@ impl Packing {
 
 /// The parts of a sample that attend to themselves; `whole` if its tokens see all documents.
 pub(super) fn attending<'a>(packing: Option<&'a Packing>, sample: usize, whole: &'a Document) -> &'a [Document] {
-    packing.filter(|packing| packing.apart).map_or(slice::from_ref(whole), |packing| packing.of(sample))
+    packing.filter(|packing| packing.apart).map_or(slice::from_ref(whole), |packing| packing.documents(sample))
 }
 
 /// The documents among the tokens of such a part.
@@ -116,7 +116,8 @@ pub(super) fn within<'a>(
     sample: usize,
     part: &'a Document,
 ) -> impl Iterator<Item = Document> + 'a {
-    let all = packing.filter(|packing| !packing.apart).map_or(slice::from_ref(part), |packing| packing.of(sample));
+    let all =
+        packing.filter(|packing| !packing.apart).map_or(slice::from_ref(part), |packing| packing.documents(sample));
     all.iter().filter_map(|document| document.among(&part.range()))
 }
 
@@ -127,8 +128,9 @@ mod tests {
     #[test]
     fn documents_begin_at_position_zero_and_with_a_sample() {
         let packing = Packing::new(&[2, 3, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5], [2, 6], true).unwrap();
-        let of =
-            |sample| -> Vec<[usize; 3]> { packing.of(sample).iter().map(|d| [d.first, d.len, d.position]).collect() };
+        let of = |sample| -> Vec<[usize; 3]> {
+            packing.documents(sample).iter().map(|d| [d.first, d.len, d.position]).collect()
+        };
         assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
         assert_eq!(of(1), [[0, 6, 0]]);
         assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));

@@ -170,7 +170,7 @@ proptest! {
     fn forward_matches_the_equations(
         shape in (0..3_usize, 1..150_usize, 1..4_usize, 1..20_usize).prop_map(<[usize; 4]>::from), p in 0.0..0.8_f32,
     ) {
-        let d = Dims::of(shape);
+        let d = Dims::new(shape);
         let mut qkv: Vec<f32> = values("qkv", 3 * elements(d));
         qkv.iter_mut().for_each(|x| *x *= 2.0);
         for dropout in [None, Some(dropout(p))] {
@@ -187,7 +187,7 @@ proptest! {
         cut in prop::array::uniform3(0.0..1.0),
         precision in prop::sample::select(&PRECISIONS[..]),
     ) {
-        let d = Dims::of(shape);
+        let d = Dims::new(shape);
         let tiles = f32::tiles(precision);
         let qkv: Vec<f32> = values("qkv", 3 * elements(d));
         let dout: Vec<f32> = values("dout", elements(d));
@@ -214,7 +214,7 @@ proptest! {
             let dqkv_part = run_backward_in(tiles, small, &qkv, &dout, part_drop);
             prop_assert_eq!(dqkv_part, part(&dqkv, 3, d.seq));
         }
-        let short = Dims::of([small.batch, seq, small.heads, small.head_dim]);
+        let short = Dims::new([small.batch, seq, small.heads, small.head_dim]);
         let [out, _] = run_in(tiles, d, &qkv, None);
         let [out_short, _] = run_in(tiles, short, &part(&qkv, 3, seq), None);
         prop_assert_eq!(out_short, part(&out, 1, seq));
@@ -225,7 +225,7 @@ proptest! {
 #[test]
 fn gradients_match_finite_differences() {
     for shape in [[2, 5, 2, 3], [1, 1, 1, 4], [1, BLOCK + 3, 1, 2]] {
-        let d = Dims::of(shape);
+        let d = Dims::new(shape);
         let (qkv, dout): (Vec<f64>, Vec<f64>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
         for dropout in [None, Some(dropout(0.4))] {
             let dqkv = run_backward(d, &qkv, &dout, dropout);
@@ -237,7 +237,7 @@ fn gradients_match_finite_differences() {
 /// f32 gradients against f64's, over several blocks.
 #[test]
 fn f32_gradients_are_accurate() {
-    let d = Dims::of([2, 3 * BLOCK + 5, 2, 16]);
+    let d = Dims::new([2, 3 * BLOCK + 5, 2, 16]);
     let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
     let dqkv = run_backward(d, &qkv, &dout, Some(dropout(0.1)));
     let want = run_backward(d, &widen(&qkv), &widen(&dout), Some(dropout(0.1)));
@@ -247,7 +247,7 @@ fn f32_gradients_are_accurate() {
 /// With very large scores, one key has all the weight and nothing overflows.
 #[test]
 fn large_scores_do_not_overflow() {
-    let d = Dims::of([1, 3, 1, 1]);
+    let d = Dims::new([1, 3, 1, 1]);
     let qkv = [0.0_f32, 0.0, 1.0, 1e3, 1e3, 2.0, 1e3, -1e3, 4.0];
     let [out, lse] = run(d, &qkv, None);
     assert_eq!(out, [1.0, 2.0, 2.0]);
@@ -270,7 +270,7 @@ const SHAPES: [[usize; 4]; 9] = [
 /// Each kind of tiles against f64, forward and backward.
 #[test]
 fn every_kind_of_tiles_is_right_at_every_edge() {
-    for d in SHAPES.map(Dims::of) {
+    for d in SHAPES.map(Dims::new) {
         let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
         for dropout in [None, Some(dropout(0.2))] {
             let [out, lse] = naive(d, &widen(&qkv), dropout);
@@ -291,7 +291,7 @@ fn every_kind_of_tiles_is_right_at_every_edge() {
 #[test]
 fn bf16_rounds_every_operand_and_nothing_else() {
     const BOUND: f64 = 2e-4;
-    for d in SHAPES.map(Dims::of) {
+    for d in SHAPES.map(Dims::new) {
         let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
         for dropout in [None, Some(dropout(0.2))] {
             let [out, lse] = naive_in(to_bf16, d, &widen(&qkv), dropout);
@@ -318,7 +318,7 @@ fn tiles_agree_bit_for_bit() {
         if precision == Precision::F32 {
             all.pop();
         }
-        for d in SHAPES.map(Dims::of) {
+        for d in SHAPES.map(Dims::new) {
             let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
             for dropout in [None, Some(dropout(0.2))] {
                 let results = all
@@ -337,7 +337,7 @@ fn tiles_agree_bit_for_bit() {
 fn sums_follow_the_stated_order() {
     for precision in PRECISIONS {
         let round: fn(f32) -> f32 = if precision == Precision::Bf16 { rounded } else { |x| x };
-        let d = Dims::of([1, 2 * FORWARD_KEYS + 40, 1, 3]);
+        let d = Dims::new([1, 2 * FORWARD_KEYS + 40, 1, 3]);
         let qkv: Vec<f32> = values("qkv", 3 * elements(d));
         let at = |i: usize, part: usize| qkv[(i * 3 + part) * d.head_dim..][..d.head_dim].iter().copied().map(round);
         let last = d.seq - 1;
@@ -367,7 +367,7 @@ fn sums_follow_the_stated_order() {
 /// From every group to the one after it, in both layouts.
 #[test]
 fn the_next_group_is_where_it_starts() {
-    let d = Dims::of([2, 5, 6, 4]);
+    let d = Dims::new([2, 5, 6, 4]);
     let groups = Groups { size: 2, kv_heads: 5, first: 1 };
     for (groups, layout) in [(Groups::alone(d), Layout::fused(d)), (groups, Layout::apart(d, groups))] {
         let call =

@@ -263,7 +263,7 @@ fn ranks_of_cp_share_out_what_they_hold_alike() {
         let optimizer = Rule::from(Sgd { momentum: 0.9, weight_decay: 0.0 });
         let plan = Plan { zero: Zero { stage, group: None }, optimizer, ..plan(mesh, Numerics::Fast) };
         let memory = dry_run::predict(&PLAIN.model(context()), &plan, 0).unwrap().memory;
-        [Category::Optimizer, Category::Gradients, Category::Parameters].map(|of| memory.of(of))
+        [Category::Optimizer, Category::Gradients, Category::Parameters].map(|of| memory.bytes_of(of))
     };
     let whole = kept("cp=4", ZeroStage::Off);
     for mesh in ["cp=4", "dp=2,cp=2"] {
@@ -288,7 +288,8 @@ fn inner_features_of_some_tokens_at_a_time() {
         for block in [2, 5, 16] {
             assert_close(&format!("{kv_heads}, {mesh}, {block}"), &of(block).train(None, &plan, true), &whole);
         }
-        let peak = |block| dry_run::predict(&of(block).model(None), &plan, 0).unwrap().memory.of(Category::Activations);
+        let peak =
+            |block| dry_run::predict(&of(block).model(None), &plan, 0).unwrap().memory.bytes_of(Category::Activations);
         assert!(peak(2) < peak(0), "{kv_heads}, {mesh}: {} and {}", peak(2), peak(0));
     }
     let case = Case { sequence_block: 2, ..PLAIN };

@@ -167,7 +167,7 @@ fn memory_and_traffic_are_halved() {
     let (f32, bf16) = (of(""), of("dtype = 'bf16'\nreduce_dtype = 'bf16'\n"));
     let parameters = f32.parameters as u64;
     assert_eq!(bf16.model_bytes, 16 * parameters);
-    let bytes = |category| (f32.memory.of(category), bf16.memory.of(category));
+    let bytes = |category| (f32.memory.bytes_of(category), bf16.memory.bytes_of(category));
     assert_eq!(bytes(Category::Parameters), (4 * parameters, 2 * parameters));
     assert_eq!(bytes(Category::Optimizer), (8 * parameters, 12 * parameters));
     let (f32_activations, activations) = bytes(Category::Activations);

@@ -89,7 +89,7 @@ fn memory_is_less_and_as_predicted() {
                     "{case}: rank {rank}"
                 );
             }
-            predicted(0).memory.of(Category::Activations)
+            predicted(0).memory.bytes_of(Category::Activations)
         };
         let (f32, bf16) = (activations("f32"), activations("bf16"));
         assert!(bf16 * 10 < f32 * 8, "{case}: {bf16} bytes in bf16, {f32} in f32");

@@ -29,7 +29,7 @@ proptest! {
         let (mut cache, angles) = (vec![f32::NAN; batch * capacity * row], case.angles::<f32>());
         let mut past = 0;
         for seq_now in passes {
-            let dims = Dims { seq: seq_now, keys: Keys::of(capacity, past), ..whole };
+            let dims = Dims { seq: seq_now, keys: Keys::new(capacity, past), ..whole };
             let new = |x: &[f32], rows: usize, width: usize| -> Vec<f32> {
                 x.chunks(rows * width).flat_map(|sample| &sample[past * width..][..seq_now * width]).copied().collect()
             };

@@ -88,7 +88,7 @@ proptest! {
 /// Dropout depends on the index in the sequence: a packed sequence draws the same for its pairs as an unpacked one.
 #[test]
 fn dropout_is_that_of_the_whole_sequence() {
-    let (d, drop) = (Dims::of([2, 150, 2, 8]), Some(dropout(0.4)));
+    let (d, drop) = (Dims::new([2, 150, 2, 8]), Some(dropout(0.4)));
     let qkv: Vec<f32> = values("qkv", 3 * elements(d));
     let dout: Vec<f32> = values("dout", elements(d));
     let places = positions(&[70, 80], 0).repeat(2);

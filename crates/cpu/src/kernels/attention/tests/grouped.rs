@@ -23,7 +23,7 @@ impl Case {
         [before, after]: [usize; 2],
         turned: bool,
     ) -> Self {
-        let dims = Dims::of([batch, seq, used * size, head_dim]);
+        let dims = Dims::new([batch, seq, used * size, head_dim]);
         Case { dims, groups: Groups { size, kv_heads: before + used + after, first: before }, turned }
     }
 

@@ -41,7 +41,7 @@ proptest! {
         for len in lens {
             let tokens = first_query..first_query + len;
             let of = |x: &[f32]| rows(x, [batch, seq], &tokens);
-            let slice = case.slice(len, Keys::of(seq, first_query));
+            let slice = case.slice(len, Keys::new(seq, first_query));
             let [slice_out, slice_lse] = slice.run_with(tiles, &of(&q), &kv, masks);
             prop_assert_eq!(&slice_out, &of(&out));
             prop_assert_eq!(&slice_lse, &rows(&lse, [batch * case.dims.heads, seq], &tokens));
@@ -77,7 +77,7 @@ proptest! {
         runs.truncate(1.max(runs.len() - 1));
         let seq = runs.iter().map(|run| run.len()).sum();
         let whole = Case::new([batch, keys, used, size], head_dim, beside.into(), turned);
-        let case = whole.slice(seq, Keys::of(keys, 0));
+        let case = whole.slice(seq, Keys::new(keys, 0));
         let [_, kv, _] = whole.operands::<f32>();
         let [q, dout] = ["q", "dout"].map(|name| values::<f32>(name, elements(case.dims)));
         let tiles = f32::tiles(precision);
@@ -90,7 +90,7 @@ proptest! {
         let (mut row, mut sum) = (0, None::<Vec<f32>>);
         for run in &runs {
             let of = |x: &[f32]| rows(x, [batch, seq], &(row..row + run.len()));
-            let alone = case.slice(run.len(), Keys::of(keys, run.start));
+            let alone = case.slice(run.len(), Keys::new(keys, run.start));
             let [want, want_lse] = alone.run_with(tiles, &of(&q), &kv, masks);
             prop_assert_eq!(&of(&out), &want);
             prop_assert_eq!(&rows(&lse, [batch * case.dims.heads, seq], &(row..row + run.len())), &want_lse);
@@ -165,7 +165,7 @@ proptest! {
 fn queries_behind_the_documents_of_the_keys_are_refused() {
     let packing = Packing::new(&[0, 1], [1, 2], true).unwrap();
     let masks = Masks { packing: Some(&packing), ..Masks::default() };
-    let dims = Dims { keys: Keys::of(2, 1), ..Dims::of([1, 2, 1, 2]) };
+    let dims = Dims { keys: Keys::new(2, 1), ..Dims::new([1, 2, 1, 2]) };
     let (mut out, mut lse) = ([0f32; 4], [0f32; 2]);
     let groups = Groups::alone(dims);
     grouped_forward(

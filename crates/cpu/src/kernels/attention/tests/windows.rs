@@ -19,7 +19,7 @@ fn windows_follow_the_equations() {
         ([1, 300, 1, 20], &[1, 2, 33, 128, 256, 299]),
         ([1, 2 * FORWARD_KEYS + 1, 1, 8], &[15, 255, 257, 512]),
     ] {
-        let d = Dims::of(shape);
+        let d = Dims::new(shape);
         let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
         for &window in windows {
             let positions = as_documents(d, &one_document(d), window);
@@ -82,7 +82,7 @@ proptest! {
             first += len;
         }
         let at = (cut * seq as f64) as usize;
-        let slice = case.slice(seq - at, Keys::of(seq, at));
+        let slice = case.slice(seq - at, Keys::new(seq, at));
         let [part, part_lse, part_dq, _] = run(slice, [&q[at * width..], &kv, &dout[at * width..]], masks);
         prop_assert_eq!([&part[..], &part_dq], [&out[at * width..], &dq[at * width..]]);
         let want_lse: Vec<f32> = lse.chunks(seq).flat_map(|lse| &lse[at..]).copied().collect();
@@ -104,8 +104,8 @@ proptest! {
         let [want, _] = run(case, &q, &kv);
         let q = &q[first * width..];
         let needed = (first + 1).saturating_sub(window)..first;
-        let before = case.slice(second, Keys::of(needed.len(), first - needed.start));
-        let own = case.slice(second, Keys::of(second, 0));
+        let before = case.slice(second, Keys::new(needed.len(), first - needed.start));
+        let own = case.slice(second, Keys::new(second, 0));
         let [b, lse_b] = run(own, q, &kv[first * kv_width..]);
         if needed.is_empty() {
             assert_close(&b, &want[tokens.start * width..], 1e-12);
@@ -132,7 +132,7 @@ proptest! {
 #[test]
 #[should_panic(expected = "a window of no keys")]
 fn a_window_of_no_keys_is_refused() {
-    let d = Dims::of([1, 2, 1, 2]);
+    let d = Dims::new([1, 2, 1, 2]);
     let masks = Masks { window: Some(0), ..Masks::default() };
     forward(f32::tiles(Precision::F32), d, &[0.0; 12], &mut [0.0; 4], &mut [0.0; 2], masks);
 }

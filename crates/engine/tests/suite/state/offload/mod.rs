@@ -167,7 +167,7 @@ fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
     let predicted = dry_run::predict(&model, &held, 0).unwrap();
     let state: u64 = [Category::Parameters, Category::Gradients, Category::Optimizer]
         .into_iter()
-        .map(|of| predicted.memory.of(of))
+        .map(|of| predicted.memory.bytes_of(of))
         .sum();
     assert!(state >= 16 * predicted.parameters as u64, "2 + 2 + 12 bytes of a parameter");
     let limit = state / 4;
