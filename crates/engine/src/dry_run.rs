@@ -66,7 +66,7 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
     let mut partition = vec![1; model.num_layers() + 2];
     (partition[0], partition[model.num_layers() + 1]) = (0, 0);
     Ok(Plan {
-        mesh: Mesh::new([(Axis::Dp, 1), (Axis::Tp, 1), (Axis::Pp, 1)])?,
+        mesh: Mesh::of_degrees([1; Axis::COUNT])?,
         schedule: ScheduleSpec::Named {
             generator: Generator::BreadthFirst,
             virtual_stages: Some(partition.len()),

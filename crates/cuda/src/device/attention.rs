@@ -264,9 +264,13 @@ impl CudaDevice {
         let AttentionShape { batch, heads, head_dim, .. } = queries;
         let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
         let ([_, of_keys], known) = (turned_rows(call), call.known());
-        // The share of a later run is no result, and the meter does not count it.
-        let room = |of| if run.row == 0 { self.room(of, dtype, count) } else { self.scratch(of, count) };
-        if call.flash && dtype == DType::Bf16 {
+        let as_written = call.flash && dtype == DType::Bf16;
+        // The shares of several runs are added in f32 and rounded once, unless tensor cores write bf16.
+        let in_f32 = !as_written && dtype.is_half() && call.runs().nth(1).is_some();
+        // A share that is no result is not counted by the meter.
+        let is_result = run.row == 0 && !in_f32;
+        let room = |of| if is_result { self.room(of, dtype, count) } else { self.scratch(of, count) };
+        if as_written {
             let mut dkv = room(dtype)?;
             self.zero(&mut dkv, 0..count)?;
             let into = Heads::grouped(q, self.place(OP, &dkv)?, call.shape, dtype);
@@ -304,7 +308,11 @@ impl CudaDevice {
                 from, to, 2 * kv_width, rows, of_heads, of_group, first, head_dim
             )?;
         }
-        if run.row == 0 { self.settled(dkv, dtype) } else { self.read_as(&dkv, dtype) }
+        match is_result {
+            true => self.settled(dkv, dtype),
+            false if in_f32 => Ok(dkv),
+            false => self.read_as(&dkv, dtype),
+        }
     }
 }
 
@@ -408,7 +416,7 @@ impl Attention for CudaDevice {
             let at = self.place_mut(OP, &mut dq)?;
             self.turned_back(rotary, call.known(), (at, of_type), &turned_rows(&call)[0])?;
         }
-        let dkv = sum.map_or_else(|| self.alloc(dtype, kv.count()), Ok)?;
+        let dkv = sum.map_or_else(|| self.alloc(dtype, kv.count()), |sum| self.settled(sum, dtype))?;
         Ok((self.settled(dq, dtype)?, dkv))
     }
 

@@ -298,6 +298,20 @@ fn inner_features_of_some_tokens_at_a_time() {
     assert!(told.contains("in_blocks") && told.contains("sums over blocks of tokens"), "{told}");
 }
 
+/// A profile of layers runs on one rank, which has every axis that layers over cp use.
+#[test]
+fn the_layers_of_a_model_over_cp_run_on_one_rank() {
+    for method in [Method::AllGather, Method::AllToAll, Method::Ring] {
+        let model = PLAIN.model(Some(ContextParallel::new(method, Order::default(), 2)));
+        let plan = dry_run::one_layer_a_stage(&*model, &plan("cp=2", Numerics::Fast), 2).unwrap();
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+            trainer.step(&PLAIN.batch(2).part(trainer.samples())?)
+        });
+        assert_eq!(ranks.unwrap().len(), 1, "{method}");
+    }
+}
+
 /// Memory, FLOPs and every communication of each rank.
 #[test]
 fn a_run_over_cp_does_what_a_dry_run_predicts() {
