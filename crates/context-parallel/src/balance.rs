@@ -7,10 +7,10 @@ use std::fmt::Debug;
 /// Chooses the order in which the tokens of a micro-batch lie before ranks cut its sequences. The ranks of a world, and
 /// all stages of a pipeline, have the same documents, and so the same order: it is data, and nothing is communicated.
 pub trait Balance: Debug + Send + Sync {
-    /// The chunks of its orders for so many ranks: a multiple of them.
+    /// The number of chunks in an order for `ranks` ranks: a multiple of `ranks`.
     fn chunks(&self, ranks: usize) -> usize;
 
-    /// The order of these chunks for sequences whose token t reads `reads[t]` keys, added up over the sequences of the
+    /// The order of these chunks. `reads[t]` is the number of keys that token t reads, summed over the sequences of the
     /// micro-batch.
     ///
     /// # Errors

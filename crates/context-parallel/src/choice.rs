@@ -77,9 +77,10 @@ impl Sizes {
 
     /// The method that exposes the fewest bytes; of equals the one that sends the fewest.
     pub fn best(&self) -> Method {
-        let key = |method: &Method| (self.sent(*method).exposed, self.sent(*method).all);
-        let best =
-            self.methods().into_iter().min_by(|a, b| key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal));
-        best.unwrap_or(Method::AllGather)
+        let fewer = |a: &Method, b: &Method| {
+            let [a, b] = [a, b].map(|method| self.sent(*method));
+            a.exposed.total_cmp(&b.exposed).then(a.all.total_cmp(&b.all))
+        };
+        self.methods().into_iter().min_by(fewer).unwrap_or(Method::AllGather)
     }
 }

@@ -297,7 +297,8 @@ impl<'a> Pass<'a> {
         (step + 1 < self.steps).then(|| self.pass(block, step, 1)).transpose()
     }
 
-    /// Starts to send memory that belongs to the block of a step so many places on, and to receive its like.
+    /// Starts to send `x`, which belongs to the block of `step`, to the rank `places` ahead, and to receive the
+    /// corresponding memory of the rank `places` behind.
     fn pass(&self, x: &Buffer, step: usize, places: usize) -> Result<Passing> {
         let degree = self.parts.len();
         let [next, before] = [self.place + places, self.place + degree - places].map(|place| place % degree);

@@ -18,7 +18,7 @@ pub struct Workspace<'a> {
     pub pass: &'a Pass,
     /// Weights, and the buffers of their gradients.
     pub weights: &'a RefCell<WeightStore>,
-    /// Gathers the weights of which this rank has slices.
+    /// All-gathers weights that ZeRO-3 shards.
     pub gathers: Option<&'a Gathers>,
     /// Takes what backward needs out of memory until then.
     pub shelf: Option<&'a Rc<Shelf>>,

@@ -438,7 +438,6 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
         [None, Some(false), Some(true)].into_iter().flat_map(|apart| [(0, 150), (40, 60)].map(|keys| (apart, keys)))
     {
         same("attention of some of the tokens", |device, up| {
-            let of = device.attention()?;
             let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
             let kv = device.layout()?.narrow(&kv, 2, 150, 24, first_key..first_key + keys)?;
             let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
@@ -450,16 +449,7 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
                 ..GroupedShape::alone(queries)
             };
             let shape = GroupedShape { keys, first_query: 75, first_key, sequence: 150, ..heads };
-            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
-            let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
-            // The zeros of keys that no query sees have either sign.
-            let mut sum = device.zeros(DType::F32, dkv.count())?;
-            device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
-            let layout = device.layout()?;
-            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
-            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
-            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
-            Ok(vec![out, lse, dq, sum, joined, sums])
+            results_of_grouped(device, shape, [&q, &kv, &dout], masks)
         });
     }
 }
@@ -590,6 +580,25 @@ fn attention_with_a_cache_has_the_cpus_bits() {
     }
 }
 
+/// Grouped attention, its gradients, and its result joined with another one.
+fn results_of_grouped(
+    device: &dyn Device,
+    shape: GroupedShape,
+    [q, kv, dout]: [&Buffer; 3],
+    masks: AttentionMasks<'_>,
+) -> Result<Vec<Buffer>> {
+    let (attention, layout) = (device.attention()?, device.layout()?);
+    let (out, lse) = attention.grouped(shape, q, kv, masks)?;
+    let (dq, dkv) = attention.grouped_grad(shape, dout, q, kv, &out, &lse, masks)?;
+    // The zeros of keys that no query sees have either sign.
+    let mut sum = device.zeros(DType::F32, dkv.count())?;
+    device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
+    let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
+    let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
+    attention.join(shape.queries, &mut joined, &mut sums, &dq, &part_lse)?;
+    Ok(vec![out, lse, dq, sum, joined, sums])
+}
+
 /// Queries of several runs of tokens in one call, rotated, within documents or not, with a window or not.
 #[test]
 fn attention_of_runs_of_tokens_has_the_cpus_bits() {
@@ -601,23 +610,13 @@ fn attention_of_runs_of_tokens_has_the_cpus_bits() {
     let (q, kv, dout) = (values("q", rows * 24), values("kv", 2 * 150 * 24), values("dout", rows * 24));
     for (apart, window) in [(None, None), (Some(false), Some(40)), (Some(true), None), (None, Some(9))] {
         same("attention of runs of tokens", |device, up| {
-            let of = device.attention()?;
             let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
             let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
             let masks = AttentionMasks { documents, window, runs: Some(&runs), dropout: None };
             let rotary = Some(Rotary::new(100.0));
             let heads = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
             let shape = GroupedShape { keys: 150, sequence: 150, ..heads };
-            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
-            let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
-            // The zeros of keys that no query sees have either sign.
-            let mut sum = device.zeros(DType::F32, dkv.count())?;
-            device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
-            let layout = device.layout()?;
-            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
-            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
-            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
-            Ok(vec![out, lse, dq, sum, joined, sums])
+            results_of_grouped(device, shape, [&q, &kv, &dout], masks)
         });
     }
 }

@@ -1,5 +1,5 @@
-//! Parameters as matrices, of which PowerSGD makes thin factors. A rank has its part of each matrix of a parameter.
-//! Parameters whose factors would be no smaller, as all vectors, are summed as they are.
+//! The matrices of each parameter. PowerSGD approximates their gradients by low-rank factors. Each rank has its shard
+//! of each matrix. Vectors, and matrices whose factors would be no smaller, are summed uncompressed.
 
 use crate::Compress;
 use crate::prelude::*;

@@ -1,8 +1,8 @@
 //! A decoder splits a sequence into passes. That is right only if nothing but attentions of meshwork mixes its tokens:
 //! these keep the keys and values of earlier tokens. A convolution along the sequence, a shift or a sum of tokens,
 //! attention made of products and a softmax, or positions that are counted from 0 in each pass give other logits, and
-//! one pass alone does not show it. So at its first use a decoder holds one pass over some tokens against two, of which
-//! the second has the last of them alone.
+//! one pass alone does not show it. So a decoder checks itself at its first use: it compares one pass over some tokens
+//! with two passes over the same tokens, where the second pass has only the last token.
 //!
 //! ```text
 //! one pass      t0 t1 t2 ... t14 t15 ── logits of t15 ┐

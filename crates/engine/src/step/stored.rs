@@ -22,7 +22,7 @@ use meshwork_data_parallel::Parking;
 /// See the module docs.
 pub(super) struct Store {
     pub weights: RefCell<WeightStore>,
-    /// Gathers the weights of which this rank has slices.
+    /// All-gathers weights that ZeRO-3 shards.
     pub gathers: Option<Arc<Gathers>>,
     /// Takes what backward needs out of memory until then.
     pub shelf: Option<Rc<Shelf>>,

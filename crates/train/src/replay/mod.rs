@@ -303,10 +303,17 @@ impl<'a> Replay<'a> {
                 Ok::<_, TrainError>(())
             },
         )?;
-        let own = serde_json::to_vec(&(found, vectors)).unwrap_or_default();
-        let all = self.world.all_gather_bytes(&own)?;
-        let all = all.iter().filter_map(|told| serde_json::from_slice::<(Option<Told>, BTreeSet<String>)>(told).ok());
-        let (told, vectors): (Vec<_>, Vec<_>) = all.unzip();
+        let unread = |rank: usize| {
+            move |error| RankError::Differences(vec![format!("rank {rank}: what it compared cannot be read: {error}")])
+        };
+        let own = serde_json::to_vec(&(found, vectors)).map_err(unread(self.world.rank()))?;
+        let (mut told, mut vectors) = (Vec::new(), Vec::new());
+        for (rank, bytes) in self.world.all_gather_bytes(&own)?.iter().enumerate() {
+            let (first, differing): (Option<Told>, BTreeSet<String>) =
+                serde_json::from_slice(bytes).map_err(unread(rank))?;
+            told.push(first);
+            vectors.push(differing);
+        }
         let vectors: BTreeSet<String> = vectors.into_iter().flatten().collect();
         let sums = [("loss", report.loss, again.loss), ("gradient norm", report.grad_norm, again.grad_norm)];
         let sums = sums.iter().filter(|(_, a, b)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan()));
