@@ -252,8 +252,8 @@ sections! {
         /// After every so many steps ranks compare the replicas of weights and optimizer states, by hash; 0: never. A
         /// difference ends the run, with rank, parameter and step. Cheaper than verify, which compares all values.
         check_replicas_every: u64 = int(0), Count(0), Output;
-        /// Every so many steps a step is run again on another mesh, by other ranks, and compared bit for bit: loss,
-        /// gradients, weights, optimizer states; 0: never. A difference ends the run, with step, parameter, element and
+        /// N: one step in N is repeated on another mesh, by other ranks, and compared bit for bit: loss, gradients,
+        /// weights, optimizer states; 0: never. A difference ends the run, with step, parameter, element and
         /// ranks. It costs one more step, and while it runs the memory of a second trainer. It needs canonical
         /// numerics.
         replay_every: u64 = int(0), Count(0), Output;

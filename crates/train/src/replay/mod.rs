@@ -278,9 +278,13 @@ impl<'a> Replay<'a> {
     /// The first difference, the same on every rank: [`OtherBits`].
     pub fn compare(&self, trainer: &Trainer, report: &StepReport, replayed: &Replayed) -> Result<String, RankError> {
         let Replayed { arrived, report: again, peak, seconds } = replayed;
-        let (mut found, mut vectors) = (None::<Told>, BTreeSet::new());
+        let (mut found, mut vectors, mut left_out) = (None::<Told>, BTreeSet::new(), None);
         let mut compare = |key: &StateKey, slice: &LocalSlice, values: &[f32]| {
-            if let Some(Different { at, own, other, holder }) = arrived.differs(key, slice, values) {
+            let differs = arrived.differs(key, slice, values).unwrap_or_else(|error| {
+                left_out.get_or_insert(error);
+                None
+            });
+            if let Some(Different { at, own, other, holder }) = differs {
                 vectors.insert(key.to_string());
                 let class = u8::from(key.state.as_deref() != Some(GRADIENT));
                 let told = Told {
@@ -303,6 +307,9 @@ impl<'a> Replay<'a> {
                 Ok::<_, TrainError>(())
             },
         )?;
+        if let Some(error) = left_out {
+            return Err(error.into());
+        }
         let unread = |rank: usize| {
             move |error| RankError::Differences(vec![format!("rank {rank}: what it compared cannot be read: {error}")])
         };

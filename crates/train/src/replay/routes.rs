@@ -164,9 +164,17 @@ impl Arrived {
     }
 
     /// The first element of this rank's slice that has other bits; zeros of both signs are equal.
-    pub fn differs(&self, key: &StateKey, slice: &LocalSlice, own: &[f32]) -> Option<Different> {
-        let (dims, held) = self.vectors.get(key)?;
-        let Vector { values, from, .. } = held.iter().find(|of| of.slice == *slice)?;
+    ///
+    /// # Errors
+    /// A slice that no rank of the other mesh sent: nothing is left out of a comparison.
+    pub fn differs(&self, key: &StateKey, slice: &LocalSlice, own: &[f32]) -> Result<Option<Different>, TrainError> {
+        let arrived = self.vectors.get(key);
+        let of = arrived.and_then(|(dims, held)| Some((dims, held.iter().find(|of| of.slice == *slice)?)));
+        let Some((dims, Vector { values, from, .. })) = of else {
+            let problem = "no rank of the other mesh sent this slice";
+            let error = TrainError::State { name: key.to_string(), problem: problem.to_owned() };
+            return if slice.elements() == 0 { Ok(None) } else { Err(error) };
+        };
         let mut found = None;
         slice.for_each_run(*dims, |start, run| {
             let other = own[run.clone()].iter().zip(&values[run.clone()]);
@@ -179,7 +187,7 @@ impl Arrived {
                 found = Some(Different { at, own: *own, other: *other, holder });
             }
         });
-        found
+        Ok(found)
     }
 }
 
@@ -222,5 +230,26 @@ impl StateSource for Arrived {
             missing = missing.iter().flat_map(|rest| rest.minus(&there)).collect();
         }
         if missing.is_empty() { Ok(values) } else { Err(refuse("the ranks of the other mesh did not send all of it")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slice_that_nobody_sent_is_an_error_and_not_equal() {
+        let key = StateKey { parameter: "w".to_owned(), state: None };
+        let dims = Shape::new(&[2]);
+        let held = |values| Vector { slice: LocalSlice::whole(dims), values, from: Vec::new() };
+        let arrived = |vectors: Vec<Vector>| {
+            let vectors = vectors.into_iter().map(|vector| (key.clone(), (dims, vec![vector]))).collect();
+            Arrived { step: 0, updates: 0, dims: BTreeMap::new(), vectors }
+        };
+        let differs = |arrived: Arrived| arrived.differs(&key, &LocalSlice::whole(dims), &[1.0, 2.0]);
+        assert!(differs(arrived(vec![held(vec![1.0, 2.0])])).unwrap().is_none());
+        assert_eq!(differs(arrived(vec![held(vec![1.0, 3.0])])).unwrap().map(|of| of.at), Some(vec![1]));
+        let told = differs(arrived(Vec::new())).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(told.contains("no rank of the other mesh sent this slice"), "{told}");
     }
 }
