@@ -19,7 +19,7 @@ use meshwork_core::{Buffer, Call, CommError, DType, Op};
 use crate::cells::Cells;
 use crate::flight::{Flight, Outgoing, Place};
 use crate::ground::{Claim, Ground};
-use crate::judge::{Bench, To};
+use crate::judge::{Bench, SILENCE, To};
 use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
 use crate::pause::Pause;
 use crate::port::{Hosts, Inbox, Landing, Port, Station};
@@ -512,7 +512,7 @@ impl Endpoint {
     /// Asks the judge from time to time whether it is there. One that does not answer for the timeout is lost, and the
     /// next rank judges.
     fn mind_judge(&self, state: &mut State) {
-        let Some(timeout) = self.patience.answer else { return };
+        let Some(timeout) = self.patience.answer.map(|timeout| timeout.max(SILENCE)) else { return };
         let now = Instant::now();
         let judge = state.judge(self);
         if judge == self.rank {
@@ -681,7 +681,7 @@ impl Endpoint {
             if begun.elapsed() >= PATIENCE && state.over.is_none() {
                 self.mind_judge(&mut state);
             }
-            let patience = self.patience.progress.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
+            let patience = self.patience.progress.unwrap_or(Duration::MAX).max(SILENCE).saturating_add(2 * AGAIN);
             let gave_up = state.fault.as_ref().is_some_and(|(_, at)| begun.max(*at).elapsed() >= patience);
             match &state.over {
                 Some(Some(ended)) => return ended.clone(),

@@ -410,6 +410,11 @@ sections! {
         dir: Option<String> = Unset, Text, Output;
         /// Steps between checkpoints; 0 = only at the end.
         every: u64 = int(0), Count(0), Output, if SAVES;
+        /// Steps between snapshots in memory; 0 = none. Each process keeps the slices of the state that its ranks hold,
+        /// and those that another process holds alone: where processes are lost and the others go on in place, they go
+        /// on from the last snapshot, without a disk. A snapshot is taken at the start too. Ranks are in several
+        /// processes.
+        peer_every: u64 = int(0), Count(0), Output, if ELASTIC;
         /// Checkpoints to keep.
         keep: u64 = int(2), Count(1), Output, if SAVES;
         /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run

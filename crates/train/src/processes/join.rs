@@ -5,6 +5,7 @@ use super::environment;
 use crate::config::{Config, Elastic};
 use crate::error::RankError;
 use crate::numbers::spans;
+use crate::peers::{Keepers, Peers};
 use meshwork_core::hash::hash;
 use meshwork_core::launcher::{Launch, LaunchError, detect};
 use meshwork_core::{Axis, Mesh, RankEnd, RunError, World};
@@ -81,20 +82,24 @@ impl Joined {
     /// Runs `train` in the world of the run, with what rank 0 tells first. A process of spare ranks waits until it has
     /// ended, and ends as it did.
     ///
-    /// Where processes are lost and the others live, an elastic run that saves goes on in place, from its last
-    /// checkpoint, on the mesh that fits the ranks that are there.
+    /// Where processes are lost and the others live, an elastic run that saves goes on in place, on the mesh that fits
+    /// the ranks that are there: from the last snapshot in the memory of `peers`, else from its last checkpoint.
     ///
     /// # Errors
     /// Of `train`, on spare ranks too. Ranks are numbered as they were launched.
     pub fn run<T: Default>(
         mut self,
         config: &Config,
+        peers: &Peers,
         train: impl Fn(&World, Vec<String>, &Config) -> Result<T, RunError>,
     ) -> Result<T, RunError> {
         let mut now = config.clone();
         loop {
-            let told = std::mem::take(&mut self.told);
-            let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), |world| train(world, told, &now));
+            let told = self.restore(&now, peers);
+            let ended = told.and_then(|told| match &self.world {
+                Some(world) => train(world, told, &now),
+                None => Ok(T::default()),
+            });
             let Some(all) = self.all.take() else { return ended };
             let cause = ended.as_ref().err().map(|error| error.cause.clone());
             let together = all.run(|all| match cause.clone() {
@@ -107,6 +112,15 @@ impl Joined {
                 Err(of_all) => of_all,
             };
             drop(all);
+            // Spare ranks that were lost are not needed any more.
+            let trained = now.mesh().map_or(0, |mesh| mesh.world_size());
+            let is_over = |(rank, end): (usize, &Option<RankEnd>)| match end {
+                None => true,
+                Some(end) => rank >= trained && is_lost(end),
+            };
+            if of_all.ends.iter().enumerate().all(is_over) {
+                return ended;
+            }
             let Some(runtime) = self.runtime.take() else { return ended };
             let before = runtime.there();
             let Some((fitted, told)) = regrouped(config, &runtime, &of_all, cause) else {
@@ -115,6 +129,38 @@ impl Joined {
             now = fitted;
             self = Self::over(&now, runtime, told);
         }
+    }
+
+    /// Begins a world whose ranks keep snapshots, if they do; after a loss with the state of the last one. What rank 0
+    /// tells first.
+    ///
+    /// # Errors
+    /// A loss meanwhile, and where there is nothing to go on from.
+    fn restore(&mut self, config: &Config, peers: &Peers) -> Result<Vec<String>, RunError> {
+        let mut told = std::mem::take(&mut self.told);
+        let Some(runtime) = self.runtime.as_ref().filter(|_| config.keeps_snapshots()) else { return Ok(told) };
+        let processes = runtime.there();
+        if peers.have_been() {
+            let (model, plan) = (config.model(), config.plan().map_err(RankError::from));
+            let restored = runtime.world().run(|world| match (&plan, config.checkpoint.dir.is_some()) {
+                (Ok(plan), saves) => match peers.restore(&world, &processes, (&model, plan))? {
+                    Err(why) if !saves => Err(RankError::NoSnapshot(why)),
+                    restored => Ok(restored),
+                },
+                (Err(error), _) => Err(RankError::NoSnapshot(error.to_string())),
+            })?;
+            told.extend(restored.into_iter().next().map(|restored| match restored {
+                Ok(step) => format!("the state after step {step} is restored from the memory of the others"),
+                Err(why) => {
+                    format!("warning: the last checkpoint is read, because no snapshot in memory is whole: {why}")
+                }
+            }));
+        }
+        if let Some(all) = &self.all {
+            let keepers = all.prepare(|| Keepers::from_config(config))?;
+            keepers.into_iter().for_each(|keepers| peers.enter(Arc::new(keepers), processes.clone()));
+        }
+        Ok(told)
     }
 }
 
@@ -137,7 +183,8 @@ fn regrouped(
     let ranks: Vec<usize> = (0..error.ends.len()).filter(lost).collect();
     let there = runtime.there();
     let processes: BTreeSet<usize> = ranks.iter().filter_map(|rank| there.get(rank / each).copied()).collect();
-    let goes_on = !processes.is_empty() && !processes.contains(&runtime.process()) && config.checkpoint.dir.is_some();
+    let saves = config.checkpoint.dir.is_some() || config.keeps_snapshots();
+    let goes_on = !processes.is_empty() && !processes.contains(&runtime.process()) && saves;
     if !goes_on {
         return None;
     }

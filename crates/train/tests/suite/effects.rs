@@ -145,6 +145,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("memory.offload_dir", "memory.offload=all memory.offload_dir=.", "{dir}"),
     ("memory.limit_bytes", "", "1000000000"),
     ("checkpoint.every", "", "1"),
+    ("checkpoint.peer_every", "parallelism.dp=2 parallelism.elastic=dp", "1"),
     ("checkpoint.keep", "", "3"),
     ("checkpoint.permit", "", "model"),
     ("checkpoint.on_sigterm", "", "false"),

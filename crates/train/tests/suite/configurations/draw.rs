@@ -804,6 +804,7 @@ impl Frame {
             "training.replay_every" if self.canonical && self.dp * self.tp > 1 => one_of(rng, &["0", "1", "3"]),
             "training.replay_every" => rarely(rng, 200).then(|| "3".to_owned()),
             "training.replay_mesh" => rarely(rng, 200).then(|| "dp=977".to_owned()),
+            "checkpoint.peer_every" => one_of(rng, &["0", "2"]),
             "parallelism.elastic" => rarely(rng, 8).then(|| "dp".to_owned()),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
