@@ -78,8 +78,8 @@ struct State {
     /// The names of groups that were split.
     group_names: HashMap<u64, Arc<str>>,
     splits: HashMap<(u64, u64), Part>,
-    /// Parts that others named before this rank came to the split.
-    early_splits: HashMap<(u64, u64), Vec<(usize, Part)>>,
+    /// The hashes of parts that others named before this rank came to the split.
+    early_splits: HashMap<(u64, u64), Vec<(usize, u64)>>,
     waits: Vec<Wait>,
     waited: u64,
     last: Option<Site>,
@@ -274,13 +274,15 @@ impl Endpoint {
                     state.early.entry(key).or_default().push((from, unit, info, body));
                 }
             }
-            What::Split { parent, seq, name, ranks } => match state.splits.get(&(parent, seq)) {
-                Some((group, own)) => {
-                    let (group, own) = (group.clone(), own.clone());
-                    self.compare_parts(state, (parent, seq), &group, &own, (from, &(name, ranks)));
-                }
-                None => state.early_splits.entry((parent, seq)).or_default().push((from, (name, ranks))),
+            What::Split { parent, seq, part } => match state.splits.contains_key(&(parent, seq)) {
+                true => self.compare_parts(state, (parent, seq), (from, part)),
+                false => state.early_splits.entry((parent, seq)).or_default().push((from, part)),
             },
+            What::Named { parent, seq, name, ranks } => {
+                if let Some(own) = state.splits.get(&(parent, seq)).cloned() {
+                    self.parts_differ(state, (parent, seq), own, (from, (name, ranks)));
+                }
+            }
             What::Tell(told) => {
                 self.hear_of_forks(state, from, &told);
                 if state.bench.is_none() {
@@ -386,6 +388,8 @@ impl Endpoint {
     fn hear_judge(&self, state: &mut State, from: usize, said: Judge) {
         (state.heard, state.asked) = (Some(Instant::now()), None);
         let told = match said {
+            // It hears of the fault that this rank has found, and not of an effect first.
+            Judge::Ask { .. } if state.found => return,
             Judge::Hears => return,
             Judge::Ask { asked, key } => Tell::Answer {
                 asked,
@@ -571,11 +575,10 @@ impl Endpoint {
         let leader = part.1[0];
         let told: Vec<usize> = if leader == self.rank { part.1[1..].to_vec() } else { vec![leader] };
         for rank in told {
-            let (name, ranks) = part.clone();
-            self.send(rank, What::Split { parent: parent.id, seq, name, ranks }, &Bytes::None);
+            self.send(rank, What::Split { parent: parent.id, seq, part: hash_of(&part) }, &Bytes::None);
         }
-        for (from, theirs) in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
-            self.compare_parts(&mut state, (parent.id, seq), &part.0, &part.1, (from, &theirs));
+        for theirs in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
+            self.compare_parts(&mut state, (parent.id, seq), theirs);
         }
         let (name, ranks) = part;
         let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
@@ -589,19 +592,18 @@ impl Endpoint {
         Site { group: group.clone(), group_id, world_rank: self.rank, seq, op: None }
     }
 
-    fn compare_parts(
-        &self,
-        state: &mut State,
-        (parent, seq): (u64, u64),
-        name: &str,
-        ranks: &[usize],
-        (from, theirs): (usize, &Part),
-    ) {
-        if name == theirs.0 && ranks == theirs.1 {
-            return;
+    /// Tells a rank that named another part of a split what this one named: that rank tells the judge.
+    fn compare_parts(&self, state: &mut State, (parent, seq): (u64, u64), (from, theirs): (usize, u64)) {
+        let Some(own) = state.splits.get(&(parent, seq)) else { return };
+        if hash_of(own) != theirs {
+            let (name, ranks) = own.clone();
+            state.found = true;
+            self.send(from, What::Named { parent, seq, name, ranks }, &Bytes::None);
         }
-        let mine = (self.rank, name.to_owned(), ranks.to_vec());
-        let theirs = (from, theirs.0.clone(), theirs.1.clone());
+    }
+
+    fn parts_differ(&self, state: &mut State, (parent, seq): (u64, u64), own: Part, (from, theirs): (usize, Part)) {
+        let (mine, theirs) = ((self.rank, own.0, own.1), (from, theirs.0, theirs.1));
         let (first, second) = if mine.0 < theirs.0 { (mine, theirs) } else { (theirs, mine) };
         let group = state.group_names.get(&parent).cloned().unwrap_or_else(|| self.name.clone());
         let site = Some(self.split_site(&group, parent, seq));
@@ -725,6 +727,11 @@ fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
     let what = What::Tell(Tell::Missing { rank, how: how.clone() });
     let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
     lock(&fork.inbox).push_back(Arrival::Packet(Box::new(head), Body::Here(Vec::new(), 0)));
+}
+
+fn hash_of((name, ranks): &Part) -> u64 {
+    let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
+    combine(hash(name.as_bytes()), hash(&bytes))
 }
 
 fn disagreement(a: (usize, OpInfo), b: (usize, OpInfo)) -> FaultKind {

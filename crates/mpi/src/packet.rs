@@ -33,8 +33,10 @@ pub(crate) struct Head {
 pub(crate) enum What {
     /// Bytes of a unit of an operation. The first message of each member to another one says what it does.
     Part { key: Key, unit: u32, info: Option<Info> },
-    /// The part that a rank named in a split: world ranks.
-    Split { parent: u64, seq: u64, name: String, ranks: Vec<usize> },
+    /// The part that a rank named in a split, by the hash of its name and world ranks.
+    Split { parent: u64, seq: u64, part: u64 },
+    /// That part itself: to a rank that named another one.
+    Named { parent: u64, seq: u64, name: String, ranks: Vec<usize> },
     /// To the rank that judges, rank 0.
     Tell(Tell),
     /// From the rank that judges.

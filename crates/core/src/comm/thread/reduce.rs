@@ -297,31 +297,40 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F>
 
     #[inline(always)]
     fn run(self) {
-        let (mut scratch, first) = (Scratch::default(), self.parts[0].ranks.start);
+        let (mut scratch, parts, first) = (Scratch::default(), self.parts, self.parts[0].ranks.start);
         // Parts of equally many ranks are added up together, up to eight, if they are a subtree.
         let taken = |at: usize| {
-            let (start, weight) = (self.parts[at].ranks.start - first, self.parts[at].ranks.len());
-            let equal = self.parts[at..].iter().take(8).take_while(|part| part.ranks.len() == weight).count();
+            let (start, weight) = (parts[at].ranks.start - first, parts[at].ranks.len());
+            let equal = parts[at..].iter().take(8).take_while(|part| part.ranks.len() == weight).count();
             let aligned = if start == 0 { 3 } else { (start / weight).trailing_zeros() };
             let taken = 1 << equal.ilog2().min(aligned);
             (taken, taken * weight)
         };
-        let next: Vec<(usize, usize)> = (0..self.parts.len()).map(taken).collect();
-        let mut blocks = vec![[T::Acc::default(); BLOCK]; self.parts.len()];
+        let next: Vec<(usize, usize)> = (0..parts.len()).map(taken).collect();
+        let mut blocks = vec![[T::Acc::default(); BLOCK]; parts.len()];
         let (one, sum) = (size_of::<T>(), size_of::<T::Acc>());
         let size = if self.rounded { one } else { sum };
         let elements = self.into.len() / size;
         for start in (0..elements).step_by(BLOCK) {
             let count = BLOCK.min(elements - start);
             let into = &mut self.into[start * size..(start + count) * size];
-            for (block, part) in blocks.iter_mut().zip(self.parts) {
-                if part.ranks.len() == 1 {
+            // A whole block of sums that lies well is read where it lies.
+            let lies = |part: usize| {
+                let is_sum = one == sum || parts[part].ranks.len() > 1;
+                let bytes = parts[part].bytes.filter(|_| is_sum && count == BLOCK)?;
+                bytemuck::try_from_bytes::<[T::Acc; BLOCK]>(&bytes[start * sum..(start + count) * sum]).ok()
+            };
+            for (at, (block, part)) in blocks.iter_mut().zip(parts).enumerate() {
+                if lies(at).is_some() {
+                    continue;
+                }
+                if part.ranks.len() == 1 && one != sum {
                     let from = part.bytes.map_or(&*into, |bytes| &bytes[start * one..(start + count) * one]);
                     let (mut elements, mut room) = ([T::zeroed(); BLOCK], [T::Acc::default(); BLOCK]);
                     bytemuck::cast_slice_mut::<T, u8>(&mut elements)[..from.len()].copy_from_slice(from);
                     *block = *T::widen(&elements, &mut room);
                 } else {
-                    let from = &part.bytes.unwrap_or_default()[start * sum..(start + count) * sum];
+                    let from = part.bytes.map_or(&*into, |bytes| &bytes[start * sum..(start + count) * sum]);
                     bytemuck::cast_slice_mut::<T::Acc, u8>(block)[..from.len()].copy_from_slice(from);
                 }
             }
@@ -333,7 +342,8 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F>
                 false => into.copy_from_slice(&bytemuck::cast_slice::<T::Acc, u8>(block)[..count * sum]),
             };
             let next = |rest: &Range<usize>| next[rest.start];
-            tree_of(self.f, |part| &blocks[part], 0..blocks.len(), next, &mut scratch, put);
+            let read = |part: usize| lies(part).unwrap_or(&blocks[part]);
+            tree_of(self.f, read, 0..blocks.len(), next, &mut scratch, put);
         }
     }
 }
