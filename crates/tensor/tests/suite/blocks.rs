@@ -3,7 +3,7 @@
 use crate::common::{NoParams, alone, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Ty, Types};
 use meshwork_tensor::tape::{Seed, Weights};
-use meshwork_tensor::{Tensor, Var};
+use meshwork_tensor::{Result, Tensor, Var};
 
 /// A function of two values with dropout gives what it gives on all tokens, and so do the gradients of both.
 #[test]
@@ -31,13 +31,15 @@ fn blocks_give_the_values_and_gradients_of_all_tokens() {
     }
 }
 
+type Function<'a> = &'a dyn Fn(&Var) -> Result<Var>;
+
 #[test]
 fn what_is_no_function_of_single_tokens_is_refused() {
-    let told = |of: &dyn Fn(&Var) -> meshwork_tensor::Result<Var>| {
+    let told = |of: Function<'_>| {
         let tape = tape_of(&alone());
         of(&input(&tape, &values("x", 24), &[2, 4, 3], Types::NONE)).unwrap_err().to_string()
     };
-    let refused: [(&dyn Fn(&Var) -> _, &str); 6] = [
+    let refused: [(Function<'_>, &str); 6] = [
         (&|x| x.in_blocks(0, |_, x| Ok(x.clone())), "a block has a token"),
         (&|x| x.in_blocks(2, |_, x| x.narrow(1, 0..1)), "the extents of its tokens"),
         (&|x| x.in_blocks(2, |_, x| x.narrow(1, 0..1)?.dropout(0.5, "a")), "is for blocks of 2 tokens"),
