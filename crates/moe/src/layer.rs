@@ -38,6 +38,8 @@ pub struct Laid<'a> {
     /// The tokens of a sequence, if they are fewer than its places. Those behind them no expert takes and no loss
     /// counts.
     pub tokens: Option<usize>,
+    /// Tokens of a sequence that experts take at a time ([`Tape::in_blocks`]); 0: all.
+    pub block: usize,
 }
 
 impl MoeLayer {
@@ -60,7 +62,7 @@ impl MoeLayer {
     /// as a stored operand of products. The residual and shared experts, which are ordinary blocks beside these, are
     /// the caller's to add.
     pub fn forward(&self, tape: &Tape, normed: &Var) -> Result<Var> {
-        self.forward_laid(tape, normed, Laid { order: &Order::default(), tokens: None })
+        self.forward_laid(tape, normed, Laid { order: &Order::default(), tokens: None, block: 0 })
     }
 
     /// The same of tokens that lie in an order of their own before axes cut them.
@@ -77,7 +79,7 @@ impl MoeLayer {
         let y = if kept.is_empty() {
             let x = laid.in_sequence(&x)?;
             let routed = self.router.route(tape, &x, Ok)?;
-            laid.at_places(&self.mix(tape, &x, routed)?, places)?
+            laid.at_places(&self.mix(tape, &x, routed, laid.block)?, places)?
         } else {
             let whole = |x: &Var| laid.in_sequence(&over(x, kept)?);
             // The noise of the router is drawn for tokens of whole sequences.
@@ -85,7 +87,7 @@ impl MoeLayer {
                 true => self.router.route(tape, &whole(&x)?, Ok)?,
                 false => self.router.route(tape, &x, |logits| whole(&logits))?,
             };
-            self.mix(tape, &x, laid.here(routed, kept, places)?)?
+            self.mix(tape, &x, laid.here(routed, kept, places)?, laid.block)?
         };
         match outside {
             true => over(&y, kept)?.split(cut, SEQ),
@@ -94,12 +96,24 @@ impl MoeLayer {
         }
     }
 
-    /// The weighted results of the experts of `x [b, s, hidden]`.
-    fn mix(&self, tape: &Tape, x: &Var, routed: Routed) -> Result<Var> {
-        let dispatch = Dispatch::new(tape, &routed.chosen, self.axes)?;
-        // rows [rows, hidden] by expert, a chunk of the samples at a time
-        let results = dispatch.through(x, |rows, groups| self.experts.forward(tape, rows, groups))?;
-        dispatch.combine(&results, &routed.weights) // [b, s, hidden]
+    /// The weighted results of the experts of `x [b, s, hidden]`, for `block` tokens of a sequence at a time.
+    fn mix(&self, tape: &Tape, x: &Var, Routed { chosen, weights }: Routed, block: usize) -> Result<Var> {
+        let (axes, experts) = (self.axes, Arc::clone(&self.experts));
+        let of_tokens = move |tape: &Tape, x: &Var, weights: &Var, chosen: &Chosen| {
+            let dispatch = Dispatch::new(tape, chosen, axes)?;
+            // rows [rows, hidden] by expert, a chunk of the samples at a time
+            let results = dispatch.through(x, |rows, groups| experts.forward(tape, rows, groups))?;
+            dispatch.combine(&results, weights) // [b, s, hidden]
+        };
+        if block == 0 {
+            return of_tokens(tape, x, &weights, &chosen);
+        }
+        tape.in_blocks(&[x, &weights.clone()], block, move |tape, parts, block| {
+            let seq = chosen.experts.shape()[SEQ].max(1);
+            let capacity = chosen.capacity.map(|capacity| (capacity * block.tokens()).div_ceil(seq));
+            let chosen = Chosen { experts: block.of(&chosen.experts)?, capacity, ..chosen.clone() };
+            of_tokens(tape, &parts[0], &parts[1], &chosen)
+        })
     }
 }
 

@@ -44,8 +44,6 @@ conditions! {
             && c.training.numerics == "fast" && c.model.dropout == 0.0;
     HYBRID: "parallelism.context_parallel_method = hybrid", ["parallelism.context_parallel_method"],
         |c| c.parallelism.context_parallel_method == ContextMethod::Hybrid;
-    TOKENWISE: "training.numerics = fast and model.dropout = 0", ["training.numerics", "model.dropout"],
-        |c| c.training.numerics == "fast" && c.model.dropout == 0.0;
     ELASTIC: "parallelism.elastic = dp", ["parallelism.elastic"], |c| c.parallelism.elastic != Elastic::Off;
     EP: "parallelism.ep above 1", ["parallelism.ep"], |c| c.parallelism.ep > 1;
 

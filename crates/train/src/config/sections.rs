@@ -386,10 +386,10 @@ sections! {
         /// are computed chunk by chunk from what the head reads, and backward computes the logits once more. The loss
         /// of a step keeps its bits, the gradient of the head is summed in another order.
         loss_chunk: usize = int(0), Count(0), Rounding;
-        /// Tokens of a sequence whose inner features of a dense feed-forward network exist at a time; 0 = those of all.
-        /// The network computes its result block by block, and every block once more in backward. Gradients of its
-        /// weights are summed in another order.
-        sequence_block: usize = int(0), Count(0), Rounding, if TOKENWISE;
+        /// Tokens of a sequence whose inner features of a feed-forward network, or rows of experts, exist at a time; 0
+        /// = those of all. A layer computes its result block by block, and every block once more in backward. Gradients
+        /// of its weights are summed in another order, in canonical numerics in one that does not depend on the mesh.
+        sequence_block: usize = int(0), Count(0), Rounding;
         /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the
         /// optimizer, which a step reads and writes page by page. activations: what forward keeps for backward, layer
         /// by layer. samples: the activations that compress.aqsgd keeps, micro-batch by micro-batch. all: these, and

@@ -140,7 +140,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("memory.saved_dtype", "", "bf16"),
     ("memory.saved_encoding", "model.dropout=0.5", "sparse"),
     ("memory.loss_chunk", "training.numerics=fast", "4"),
-    ("memory.sequence_block", "training.numerics=fast model.dropout=0", "3"),
+    ("memory.sequence_block", "training.numerics=fast", "3"),
     ("memory.offload", "memory.offload_dir={dir}", "all"),
     ("memory.offload_dir", "memory.offload=all memory.offload_dir=.", "{dir}"),
     ("memory.limit_bytes", "", "1000000000"),

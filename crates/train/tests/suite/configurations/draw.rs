@@ -681,8 +681,6 @@ impl Frame {
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
             "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
-            // Of a block that changes no number, in fast numerics alone.
-            "memory.sequence_block" if self.canonical => rarely(rng, 60).then(|| "3".to_owned()),
             "memory.sequence_block" => rarely(rng, 3).then(|| rng.pick(&["1", "3", "100"]).to_owned()),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
