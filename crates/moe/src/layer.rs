@@ -69,7 +69,10 @@ impl MoeLayer {
         let stays = |axis: &Axis| *axis != Axis::Tp && (!canonical || self.axes.contains(axis));
         let (kept, gathered): (Vec<Axis>, Vec<Axis>) = normed.types().cuts(SEQ).partition(stays);
         let (kept, gathered) = (Axes::from(&kept[..]), Axes::from(&gathered[..]));
-        let x = over(normed, gathered)?; // [b, places here, hidden]
+        // A cut that is gathered may be outside of one that stays: both are gathered then, and this one is cut again.
+        let outside = gathered.last() > kept.first() && !kept.is_empty();
+        let cut: Axes = normed.types().cuts(SEQ).collect();
+        let x = if outside { over(normed, cut)?.split(kept, SEQ)? } else { over(normed, gathered)? }; // [b, places here, hidden]
         let places = x.shape()[SEQ];
         let y = if kept.is_empty() {
             let x = laid.in_sequence(&x)?;
@@ -84,7 +87,11 @@ impl MoeLayer {
             };
             self.mix(tape, &x, laid.here(routed, kept, places)?)?
         };
-        if gathered.is_empty() { Ok(y) } else { y.split(gathered, SEQ) }
+        match outside {
+            true => over(&y, kept)?.split(cut, SEQ),
+            false if gathered.is_empty() => Ok(y),
+            false => y.split(gathered, SEQ),
+        }
     }
 
     /// The weighted results of the experts of `x [b, s, hidden]`.

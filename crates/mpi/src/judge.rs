@@ -164,15 +164,19 @@ impl Bench {
                 }
             }
             Tell::Ends { how, .. } => self.end(from, how, say),
-            Tell::Answer { asked, posted, waits, ended, beats } => {
+            Tell::Answer { asked, posted, lacks, waits, ended, beats } => {
                 let often = self.often();
                 if let Some(still) = self.still.get_mut(&from) {
                     still.hear(beats, Instant::now(), often);
                 }
                 let Some(edge) = self.asked.remove(&asked) else { return };
                 if posted {
+                    // It waits for those that this rank lacks: not all members of an operation meet.
                     let wait = self.waits.get_mut(&edge.0).filter(|wait| wait.number == edge.1);
-                    wait.into_iter().for_each(|wait| _ = wait.lacks.remove(&edge.2));
+                    wait.into_iter().for_each(|wait| {
+                        wait.lacks.remove(&edge.2);
+                        wait.lacks.extend(lacks.iter().filter(|&&lacked| lacked != edge.0));
+                    });
                 } else {
                     self.confirmed.insert(edge, Confirmed { waits, ended });
                 }
@@ -486,7 +490,7 @@ mod tests {
     }
 
     fn answer(asked: u64, posted: bool, ended: bool, beats: u64) -> Tell {
-        Tell::Answer { asked, posted, waits: None, ended, beats }
+        Tell::Answer { asked, posted, lacks: Vec::new(), waits: None, ended, beats }
     }
 
     fn stops(say: &[(To, Judge)]) -> bool {

@@ -175,7 +175,7 @@ fn every_mesh_has_the_bits_of_one_rank() {
 }
 
 /// Sequences that cp cuts: the experts lie on ranks of dp, of cp or of both, or are whole on each rank.
-const CUT: [(&str, &str, usize, Recompute); 8] = [
+const CUT: [(&str, &str, usize, Recompute); 9] = [
     ("cp=2", "1f1b", 1, Recompute::None),
     ("cp=2,ep=2", "1f1b", 2, Recompute::Full),
     ("dp=2,cp=2,ep=2", "1f1b", 1, Recompute::Selective),
@@ -183,6 +183,7 @@ const CUT: [(&str, &str, usize, Recompute); 8] = [
     ("tp=2,cp=2,ep=2", "1f1b", 1, Recompute::Stage),
     ("dp=2,cp=4,ep=2", "1f1b", 1, Recompute::None),
     ("cp=4,ep=4", "1f1b", 1, Recompute::None),
+    ("cp=4,ep=2", "1f1b", 2, Recompute::Full), // on pairs of cp
     ("pp=2,cp=2,ep=2", "zb_h1", 2, Recompute::None),
 ];
 

@@ -422,6 +422,7 @@ impl Tape {
                     params: &params,
                     inputs: &tensors,
                     scalars: &op.scalars(),
+                    tokens: &op.tokens(self),
                     position,
                     types,
                     padding: &padding,

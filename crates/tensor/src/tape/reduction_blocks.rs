@@ -114,7 +114,7 @@ impl Tokens {
 
     /// The same tokens, of which cp alone cuts the sequence: the gradients of weights are summed over its slices.
     fn over_cp(self) -> Self {
-        Self { cut_over: self.cut_over.iter().copied().filter(|axis| *axis == Axis::Cp).collect(), ..self }
+        Self { cut_over: self.cut_over.iter().copied().filter(|axis| axis.is_context()).collect(), ..self }
     }
 }
 

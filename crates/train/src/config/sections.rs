@@ -137,9 +137,9 @@ sections! {
         /// Places of the ring of hybrid: it divides cp, and the ranks of a place exchange heads for tokens.
         ring_degree: usize = Derived("hybrid: the least for which heads fit, else 1"), Count(1), Rounding, if HYBRID;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
-        /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
-        /// with data.documents = "attention", else zigzag.
-        context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
+        /// under the causal mask; contiguous, by default with a window no longer than the part of a rank; by_document,
+        /// chosen for each micro-batch so that ranks have equal work with data.documents = "attention", else zigzag.
+        context_parallel_order: ContextOrder = Derived("zigzag; contiguous with a short window"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;
         /// What becomes smaller where a launcher starts fewer ranks than the mesh has: off, nothing, and the run is

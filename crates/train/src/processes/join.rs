@@ -6,12 +6,22 @@ use crate::config::{Config, Elastic};
 use crate::error::RankError;
 use crate::numbers::spans;
 use crate::peers::{Keepers, Peers};
+use meshwork_core::hash::hash;
 use meshwork_core::launcher::{Launch, LaunchError, detect};
-use meshwork_core::{Mesh, RankEnd, RunError, World};
+use meshwork_core::{Axis, Mesh, RankEnd, RunError, World};
 use meshwork_mpi::{Library, MpiError, Options, Runtime};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+/// The processes in the order of the ranks that they were launched for. A process joins once.
+static ORDER: OnceLock<Arc<[usize]>> = OnceLock::new();
+
+/// The process of a rank, as it was launched.
+pub(super) fn process_of(rank: usize, ranks_per_process: usize) -> usize {
+    let at = rank / ranks_per_process.max(1);
+    ORDER.get().and_then(|order| order.get(at)).copied().unwrap_or(at)
+}
 
 /// The world of a run.
 #[derive(Debug)]
@@ -51,12 +61,15 @@ impl Joined {
     fn runtime(config: &Config, launch: &Launch) -> Result<Runtime, RankError> {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
-        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
+        let host = hash(gethostname::gethostname().as_encoded_bytes());
+        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process, host };
         meet(launch, library, options)
     }
 
     /// The worlds over the processes that are there: all make them in this order.
     fn over(config: &Config, runtime: Runtime, told: Vec<String>) -> Self {
+        runtime.arrange(config.mesh().map_or(1, |mesh| mesh.degree(Axis::Tp)));
+        ORDER.get_or_init(|| runtime.there());
         if config.parallelism.elastic == Elastic::Off {
             // Of another size than the mesh it is refused.
             return Self { world: Some(runtime.world()), all: None, runtime: Some(runtime), told };
@@ -194,7 +207,8 @@ pub(crate) fn is_lost(end: &RankEnd) -> bool {
 
 /// An error with the ranks as they were launched, where processes were lost before.
 fn as_launched(error: RunError, there: &[usize], each: usize) -> RunError {
-    let place = |rank: usize| there.get(rank / each).map_or(rank, |process| process * each + rank % each);
+    let number = |process: &usize| ORDER.get()?.iter().position(|launched| launched == process);
+    let place = |rank: usize| there.get(rank / each).and_then(number).map_or(rank, |at| at * each + rank % each);
     let most = (0..error.ends.len()).map(place).max().map_or(0, |most| most + 1);
     if most <= error.ends.len() {
         return error;
@@ -228,7 +242,10 @@ pub fn world(mesh: &Mesh) -> Result<World, RankError> {
         }
         size => size.map_or(1, |processes| ranks / processes),
     };
-    Ok(meet(&launch, library, Options { ranks_per_process, ..Options::default() })?.world())
+    let host = hash(gethostname::gethostname().as_encoded_bytes());
+    let runtime = meet(&launch, library, Options { ranks_per_process, host, ..Options::default() })?;
+    runtime.arrange(mesh.degree(Axis::Tp));
+    Ok(runtime.world())
 }
 
 impl From<MpiError> for RankError {

@@ -166,7 +166,7 @@ impl Config {
     pub fn tells(&self, error: &RunError) -> bool {
         let Some(launch) = &self.comm.launch else { return true };
         let first = error.ends.iter().position(|end| !end.as_ref().is_some_and(join::is_lost));
-        first.is_none_or(|first| first / self.comm.ranks_per_process.max(1) == launch.rank)
+        first.is_none_or(|first| join::process_of(first, self.comm.ranks_per_process) == launch.rank)
     }
 
     /// Whether processes keep snapshots of the state in memory. Where no step is trained, as before a run.

@@ -166,8 +166,8 @@ fn bad_data_is_refused() {
         ),
         (
             write("short.txt", b"ab"),
-            "leaves 2 of 2 tokens for training, fewer than one sample of model.seq_len + 1 = 3 tokens; use more data or a \
-             smaller model.seq_len"
+            "leaves 2 of 2 tokens for training, fewer than one sample of model.seq_len + 1 = 3 tokens; use more data, or \
+             model.seq_len of at most 1"
                 .to_string(),
         ),
     ] {
@@ -182,7 +182,7 @@ fn bad_data_is_refused() {
         open(&write("eight.txt", b"12345678"), parts).unwrap_err(),
         format!(
             "data.path = {path:?}: leaves 4 of 8 tokens for training after 4 are held out for validation, fewer than one \
-             sample of model.seq_len + 1 = 5 tokens; use more data or a smaller model.seq_len\n\
+             sample of model.seq_len + 1 = 5 tokens; use more data, or model.seq_len of at most 3\n\
              validation.fraction = 0.5: holds out 4 of 8 tokens of data.path = {path:?}, fewer than one sample of \
              model.seq_len + 1 = 5 tokens; use a larger fraction, more data or a smaller model.seq_len",
             path = folder.join("eight.txt")

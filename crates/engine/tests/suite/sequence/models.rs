@@ -1,7 +1,9 @@
 //! GPT-2 and Llama whose sequences cp cuts, by each method: against the same models on one rank.
+//!
+//! More than 400 lines: every claim is one table of cases of the same model.
 
 use super::{Weights, plan};
-use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
+use meshwork_context_parallel::{Balance, ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
@@ -223,6 +225,44 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
                     let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
                     assert_close(&what, &found, &one);
                 }
+            }
+        }
+    }
+}
+
+/// A balance of a user: chunks from the last to the first.
+#[derive(Debug)]
+struct Backwards;
+
+impl Balance for Backwards {
+    fn chunks(&self, ranks: usize) -> usize {
+        2 * ranks
+    }
+
+    fn order(&self, _: &[u64], ranks: usize) -> meshwork_tensor::Result<Order> {
+        Order::new((0..2 * ranks).rev().collect())
+    }
+}
+
+/// Degrees that divide neither heads nor tokens, in zigzag order and in an order that a user's balance chooses.
+#[test]
+fn three_and_eight_ranks_have_the_gradients_of_one() {
+    let numerics = Numerics::Fast;
+    for case in [PLAIN, Case { kv_heads: 1, seq: 13, boundary: Boundary::Attention, ..PLAIN }] {
+        let one = case.train(None, &plan("tp=1", numerics), false);
+        for (cp, method) in [
+            (3, Method::AllGather),
+            (3, Method::Ring),
+            (8, Method::AllGather),
+            (8, Method::Ring),
+            (8, Method::Hybrid { ring_degree: 2 }),
+            (8, Method::Hybrid { ring_degree: 4 }),
+        ] {
+            let zigzag = ContextParallel::new(method, Order::zigzag(cp), cp);
+            for context in [zigzag.clone(), zigzag.balanced(Arc::new(Backwards), cp)] {
+                let what = format!("{case:?} on cp={cp}: {context:?}");
+                let found = case.train(Some(context), &plan(&format!("cp={cp}"), numerics), cp == 3);
+                assert_close(&what, &found, &one);
             }
         }
     }

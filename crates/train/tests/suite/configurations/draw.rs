@@ -196,6 +196,15 @@ impl Case {
             let window = own.pick(&["0", "1", "3", "7", "100"]);
             case.keys.insert("model.sliding_window".to_owned(), window.to_owned());
         }
+        // Experts on a part of the ranks of cp.
+        if frame.experts > 0 && frame.dp * frame.tp * frame.pp <= 2 && rarely(&mut own, 2) {
+            let experts = (2 * frame.experts).to_string();
+            let keys = [("parallelism.cp", "4"), ("parallelism.ep", "2"), ("moe.num_experts", &*experts)];
+            case.keys.extend(keys.map(|(key, value)| (key.to_owned(), value.to_owned())));
+            if !case.keys.contains_key("parallelism.context_parallel_method") {
+                case.keys.insert("parallelism.context_parallel_method".to_owned(), "ring".to_owned());
+            }
+        }
         case
     }
 
