@@ -162,7 +162,8 @@ fn a_state_that_nobody_keeps_is_named() {
     assert!(told.starts_with("of step 2 nobody who is left keeps ") && told.contains(" of [0.."), "{told}");
 }
 
-/// A spare rank was given a state after one loss, and after the next one there is none: it reads the checkpoint, as all.
+/// A spare rank was given a state after one loss, and after the next one there is none: it reads the checkpoint, as
+/// all.
 #[test]
 fn a_state_that_was_restored_for_another_mesh_is_not_used() {
     let [before, after] = ["dp=2", "dp=1"].map(config);
