@@ -1,18 +1,20 @@
-//! Snapshots of the state in the memory of processes (`checkpoint.peer_every`): after a loss the others go on from them,
-//! without a disk.
+//! Snapshots of the state in the memory of processes (`checkpoint.peer_every`): after a loss the others go on from
+//! them, without a disk.
 //!
 //! ```text
 //! state of all ranks ── by name and slice ──▶ kept in each process that holds a slice,
 //!                                             and by a partner where it is one process alone
 //! after a loss: what is kept ── by name and slice ──▶ the state of the ranks that are left, on their mesh
 //! ```
-//! A process keeps a snapshot until a step after the next one is complete: then every rank has the next one. So one step
-//! is whole in the memory of all, whenever a process is lost.
+//! A process keeps a snapshot until a step after the next one is complete: then every rank has the next one. So one
+//! step is whole in the memory of all, whenever a process is lost.
 
+use crate::checkpoint::slice_of;
 use crate::config::Config;
 use crate::error::RankError;
 use crate::numbers::{count, size};
 use crate::routes::{Arrived, Routes, with_whole_weights};
+use meshwork_checkpoint::Slice;
 use meshwork_core::{Communicator, Group, Record, ReduceOp};
 use meshwork_engine::{ModelPlan, Plan, StateKey, StateSlice, TrainError, Trainer, state_layout};
 use meshwork_nn::Model;
@@ -43,10 +45,9 @@ impl Keepers {
     pub fn new(model: &Arc<dyn Model>, plan: &Plan, ranks_per_process: usize) -> Result<Self, TrainError> {
         let (held, ranks) = (state_layout(model, plan)?, plan.mesh.world_size());
         let (process, processes) = (|rank: usize| rank / ranks_per_process, ranks.div_ceil(ranks_per_process));
-        let mut holders: BTreeMap<(&StateKey, Vec<(usize, usize)>), BTreeMap<usize, &StateSlice>> = BTreeMap::new();
+        let mut holders: BTreeMap<(&StateKey, Slice), BTreeMap<usize, &StateSlice>> = BTreeMap::new();
         for of in held.iter().filter(|of| of.slice.elements() > 0) {
-            let ranges = of.slice.ranges.iter().map(|range| (range.start, range.end)).collect();
-            let by_process = holders.entry((&of.key, ranges)).or_default();
+            let by_process = holders.entry((&of.key, slice_of(&of.slice))).or_default();
             let first = by_process.entry(process(of.rank)).or_insert(of);
             if of.rank < first.rank {
                 *first = of;
@@ -194,6 +195,8 @@ impl Peers {
     ) -> Result<Result<u64, String>, RankError> {
         let each = group.size() / processes.len().max(1);
         let (rank, place) = (group.rank(), group.rank() % each);
+        // What was restored before was for another mesh.
+        self.lock().restored.remove(&place);
         let own: Vec<Stamp> = self.lock().snapshots.get(&place).into_iter().flatten().map(|of| of.of.clone()).collect();
         let unread = |error: serde_json::Error| {
             RankError::Differences(vec![format!("the snapshots of a rank cannot be read: {error}")])

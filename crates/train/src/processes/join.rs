@@ -141,13 +141,12 @@ impl Joined {
         let Some(runtime) = self.runtime.as_ref().filter(|_| config.keeps_snapshots()) else { return Ok(told) };
         let processes = runtime.there();
         if peers.have_been() {
-            let (model, plan) = (config.model(), config.plan().map_err(RankError::from));
-            let restored = runtime.world().run(|world| match (&plan, config.checkpoint.dir.is_some()) {
-                (Ok(plan), saves) => match peers.restore(&world, &processes, (&model, plan))? {
-                    Err(why) if !saves => Err(RankError::NoSnapshot(why)),
+            let restored = runtime.world().run(|world| {
+                let (model, plan) = (config.model(), config.plan()?);
+                match peers.restore(&world, &processes, (&model, &plan))? {
+                    Err(why) if config.checkpoint.dir.is_none() => Err(RankError::NoSnapshot(why)),
                     restored => Ok(restored),
-                },
-                (Err(error), _) => Err(RankError::NoSnapshot(error.to_string())),
+                }
             })?;
             told.extend(restored.into_iter().next().map(|restored| match restored {
                 Ok(step) => format!("the state after step {step} is restored from the memory of the others"),

@@ -293,6 +293,18 @@ fn a_step_has_the_same_bits_where_it_runs_again() {
     assert!(told.iter().all(|told| told.contains(": the same bits")), "{told:?}");
 }
 
+/// A snapshot of emulated devices in host memory, and the state on other ones after a loss.
+#[test]
+fn a_run_goes_on_from_memory_on_other_devices() {
+    use crate::peers::{config, on_cpu, regrouped, whole};
+    let Some(kernels) = kernels() else { return };
+    let [before, after] = ["dp=2", "dp=1"].map(config);
+    let shared = emulator(&kernels, 4);
+    let devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(shared.clone(), Products::OfTheCpu)?)));
+    let (_, from, numbers) = regrouped([&before, &after], &|world| Ok(devices.rank(world)?), 1, [&[], &[1]]).unwrap();
+    assert_eq!((from, numbers), (2, whole(&before, &on_cpu, 2..5)));
+}
+
 /// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in
 /// fast numerics, where rows are multiples of
 /// 8. Both sides have the same mesh.

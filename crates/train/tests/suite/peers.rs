@@ -14,12 +14,12 @@ use std::sync::Arc;
 
 const STEPS: u64 = 5;
 
-fn config(settings: &str) -> Config {
+pub fn config(settings: &str) -> Config {
     small::config(&format!("{settings} --set training.numerics=canonical --set parallelism.elastic=dp"))
 }
 
 /// The bits of the losses and norms of some steps.
-type Numbers = Vec<[u64; 2]>;
+pub type Numbers = Vec<[u64; 2]>;
 
 fn step(trainer: &mut Trainer, step: u64) -> Result<[u64; 2], RankError> {
     let batch = small::data().batch(step, small::BATCH, trainer.samples())?;
@@ -28,9 +28,9 @@ fn step(trainer: &mut Trainer, step: u64) -> Result<[u64; 2], RankError> {
 }
 
 /// The devices of ranks.
-type Open<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<RankDevice, RankError> + Sync);
+pub type Open<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<RankDevice, RankError> + Sync);
 
-fn on_cpu(world: Arc<dyn Communicator>) -> Result<RankDevice, RankError> {
+pub fn on_cpu(world: Arc<dyn Communicator>) -> Result<RankDevice, RankError> {
     Ok(RankDevice { device: Cpu::device(), world })
 }
 
@@ -51,7 +51,8 @@ fn ranks<T: Send>(
 
 /// A run on processes of `each` ranks, which take snapshots before the first step and after the second, and after the
 /// third one on which `partial` processes are killed before they have it. Then `lost` are lost, and the others go on
-/// with `after`, from a snapshot. Returns what the first snapshot took, the step of the last, and the numbers from there.
+/// with `after`, from a snapshot. Returns what the first snapshot took, the step of the last, and the numbers from
+/// there.
 pub fn regrouped(
     [before, after]: [&Config; 2],
     open: Open,
@@ -99,7 +100,7 @@ pub fn regrouped(
     Ok((took[0].clone(), from, numbers[0].clone()))
 }
 
-fn whole(config: &Config, open: Open, steps: Range<u64>) -> Numbers {
+pub fn whole(config: &Config, open: Open, steps: Range<u64>) -> Numbers {
     let numbers = ranks(config, open, |mut trainer, _| {
         (0..steps.end).map(|at| step(&mut trainer, at)).collect::<Result<Numbers, _>>()
     });
@@ -159,6 +160,31 @@ fn a_state_that_nobody_keeps_is_named() {
     let [before, after] = ["dp=4", "dp=2"].map(|mesh| config(&format!("{mesh} --set parallelism.zero_stage=3")));
     let told = regrouped([&before, &after], &on_cpu, 1, [&[], &[0, 2]]).unwrap_err();
     assert!(told.starts_with("of step 2 nobody who is left keeps ") && told.contains(" of [0.."), "{told}");
+}
+
+/// A spare rank was given a state after one loss, and after the next one there is none: it reads the checkpoint, as
+/// all.
+#[test]
+fn a_state_that_was_restored_for_another_mesh_is_not_used() {
+    let [before, after] = ["dp=2", "dp=1"].map(config);
+    let (model, plan) = (before.model(), before.plan().unwrap());
+    let memory = [Peers::default(), Peers::default()];
+    let keepers = Arc::new(Keepers::new(&model, &plan, 1).unwrap());
+    memory.iter().for_each(|peers| peers.enter(keepers.clone(), Arc::new([0, 1])));
+    ranks(&before, &on_cpu, |trainer, world| {
+        Snapshots::join(&memory[world.rank()], world.clone()).expect("entered").take(&trainer, json!(0))
+    })
+    .unwrap();
+    let plan = after.plan().unwrap();
+    World::Threads(1)
+        .run(|world| {
+            assert_eq!(memory[0].restore(&world, &[0], (&model, &plan))?, Ok(0));
+            let told = memory[0].restore(&world, &[7], (&model, &plan))?.unwrap_err();
+            assert!(told.starts_with("of step 0 nobody who is left keeps "), "{told}");
+            Ok::<_, RankError>(())
+        })
+        .unwrap();
+    assert!(memory[0].restored(0).is_none());
 }
 
 /// What the report before a run says is what a snapshot takes.
