@@ -6,7 +6,7 @@ use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
 use super::rows::VECTOR;
 use super::tiles::{Left, Panels, Tiled};
-use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
+use super::{BLOCK, Dims, STRIDE, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
 use meshwork_core::simd::wide;
 use std::ops::Range;
@@ -30,7 +30,9 @@ pub(super) fn part<T: Tiled>(
     let ([keys_by_feature, keys_by_row, by_row], square) =
         ([[head_dim, keys], [keys, head_dim], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let left = tiles.left_len([seq, head_dim]);
-    let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
+    // Then tiles read queries from scratch memory, too.
+    let copied = !in_place && left == 0;
+    let turned = |rows: usize, copied: bool| if copied || call.angles.is_some() { rows * head_dim } else { 0 };
     // Sums of dK and dV over heads that wait for their right neighbours; the first is in the memory of the gradient.
     let waiting = size.ilog2() as usize + 1;
     let apart = waiting - usize::from(in_place);
@@ -49,11 +51,13 @@ pub(super) fn part<T: Tiled>(
         left,
         left,
         tiles.left_len([BLOCK, BLOCK]),
-        turned(keys),
-        turned(seq),
+        turned(keys, false),
+        turned(seq, copied),
+        if copied { seq * head_dim } else { 0 },
     ];
     scratch::with(lens, |scratch| {
-        let [kt, vt, ks, qs, gs, p, ds, dq, sums, dots, factors, q_words, g_words, words, k_turned, q_turned] = scratch;
+        let [kt, vt, ks, qs, gs, p, ds, dq, sums, dots, factors, q_words, g_words, words, k_turned, q_turned, g_copy] =
+            scratch;
         let in_memory = [q, k, v, out, dout].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
@@ -91,16 +95,20 @@ pub(super) fn part<T: Tiled>(
                     call.turn(angles, (group, q_tokens), (q, q_row), q_turned);
                     (&*q_turned, head_dim)
                 }
+                None if copied => (copied_rows(q, q_row, head_dim, q_turned), head_dim),
                 None => (q, q_row),
             };
+            let (g, g_row) = match copied {
+                true => (copied_rows(dout, out_row, head_dim, g_copy), head_dim),
+                false => (dout, out_row),
+            };
             let qs = tiles.pack([seq, head_dim], (q, (q_read, 1)), qs);
-            let gs = tiles.pack([seq, head_dim], (dout, (out_row, 1)), gs);
+            let gs = tiles.pack([seq, head_dim], (g, (g_row, 1)), gs);
             let q = tiles.left([seq, head_dim], (q, (q_read, 1)), q_words);
-            let g = tiles.left([seq, head_dim], (dout, (out_row, 1)), g_words);
             for (i, d) in dots.iter_mut().enumerate() {
-                let at = i * out_row;
-                *d = tiles.dot(&dout[at..][..head_dim], &out[at..][..head_dim]);
+                *d = tiles.dot(&g[i * g_row..][..head_dim], &out[i * out_row..][..head_dim]);
             }
+            let g = tiles.left([seq, head_dim], (g, (g_row, 1)), g_words);
             let mut gradient = q_grad.part(0..seq, head * head_dim);
             let q_sums = if in_place { gradient.part(0..seq, 0) } else { RowsMut::new(dq, head_dim) };
             // The number of pending sums is the number of one bits in the number of finished heads.

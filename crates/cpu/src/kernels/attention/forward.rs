@@ -6,7 +6,7 @@ use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
 use super::rows::{SeenRows, VECTOR, softmax, softmax_row};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
-use super::{FORWARD_KEYS, aligned, blocks, panels, scratch};
+use super::{FORWARD_KEYS, aligned, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
 use std::ops::Range;
 
@@ -42,7 +42,8 @@ fn many<T: Tiled>(
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
     let (scale, width, window) = (call.scale(), tiles.width(), call.masks.window);
     let fetch = ahead::stay::<T>(4, [seq.max(keys), head_dim]);
-    let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
+    let copied = !fetch && tiles.left_len([1, 1]) == 0;
+    let turned = |rows: usize, copied: bool| if copied || call.angles.is_some() { rows * head_dim } else { 0 };
     let lens = [
         tiles.left_len([keys, head_dim]),
         tiles.packed_len([head_dim, seq]),
@@ -50,8 +51,8 @@ fn many<T: Tiled>(
         keys * width,
         tiles.left_len([width, keys]),
         keys,
-        turned(keys),
-        turned(seq),
+        turned(keys, copied),
+        turned(seq, false),
     ];
     scratch::with(lens, |[k_words, qt, vs, scores, p_words, factors, k_turned, q_turned]| {
         let in_memory = [q, k, v].map(<[T]>::as_ptr);
@@ -60,6 +61,7 @@ fn many<T: Tiled>(
                 call.turn(angles, (group, k_tokens), (k, k_row), k_turned);
                 (&*k_turned, head_dim)
             }
+            None if copied => (copied_rows(k, k_row, head_dim, k_turned), head_dim),
             None => (k, k_row),
         };
         let ks = tiles.left([keys, head_dim], (k, (k_read, 1)), k_words);

@@ -255,7 +255,7 @@ fn large_scores_do_not_overflow() {
 }
 
 /// Extents at the edges of vectors, tiles and blocks.
-const SHAPES: [[usize; 4]; 9] = [
+const SHAPES: [[usize; 4]; 10] = [
     [1, 1, 1, 1],
     [1, 1, 2, 256],
     [2, 13, 1, 31],
@@ -264,6 +264,8 @@ const SHAPES: [[usize; 4]; 9] = [
     [1, 129, 2, 33],
     [1, 256, 1, 32],
     [1, 300, 1, 65],
+    // Long enough that rows are copied first: backward of two heads, then both directions.
+    [1, 260, 2, 128],
     [1, 2 * FORWARD_KEYS + 1, 1, 128],
 ];
 
