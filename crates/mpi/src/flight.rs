@@ -409,7 +409,8 @@ mod tests {
     use meshwork_testkit::Rng;
 
     /// What members of a group in these processes get of their calls, and the bytes between processes. Messages arrive
-    /// in any order, but for each sender and receiver in that of sending. `plan` has the processes that members know of.
+    /// in any order, but for each sender and receiver in that of sending. `plan` has the processes that members know
+    /// of.
     fn run(processes: &[usize], plan: &[usize], calls: Vec<Call>) -> (Vec<Buffer>, usize) {
         let cells = Arc::new(Cells::new(plan.iter().copied()));
         let (members, ranks): (usize, Arc<[usize]>) = (calls.len(), (0..calls.len()).collect());

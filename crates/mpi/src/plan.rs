@@ -4,11 +4,11 @@
 //! up. There are two ways.
 //!
 //! - **Segments**, for much data: each member owns one, 1/n of the elements. Of a sum each member brings its part of
-//!   the segment to the owner, which adds them up in the balanced tree, and then the owner brings the sum to all. Inside
-//!   a process that costs no message: between two processes one member sends for all of its process (the *agent* of the
-//!   owner there; each member is the agent of some owners), either the sums of the nodes of the tree that its process
-//!   has, or on the way back the sum, which it hands on. So 2(p-1)/p of the bytes leave a process, as in a ring of p
-//!   processes, however many ranks it has.
+//!   the segment to the owner, which adds them up in the balanced tree, and then the owner brings the sum to all.
+//!   Inside a process that costs no message: between two processes one member sends for all of its process (the *agent*
+//!   of the owner there; each member is the agent of some owners), either the sums of the nodes of the tree that its
+//!   process has, or on the way back the sum, which it hands on. So 2(p-1)/p of the bytes leave a process, as in a ring
+//!   of p processes, however many ranks it has.
 //! - **Rounds**, for little data: one member of each process has what its process has, and exchanges it with others, in
 //!   [rounds](Round) that bring everything to all. A member of n sends a few messages times log n.
 //!
@@ -225,8 +225,8 @@ impl Plan {
         unit / self.owners.len().max(1)
     }
 
-    /// The units in the order in which this member begins them: in each lane with the segment after its own, so that not
-    /// all members send to the first one first.
+    /// The units in the order in which this member begins them: in each lane with the segment after its own, so that
+    /// not all members send to the first one first.
     pub(crate) fn order(&self) -> impl Iterator<Item = usize> + use<> {
         let (units, owners, me) = (self.units(), self.owners.len().max(1), self.me);
         (0..units).step_by(owners).flat_map(move |first| {

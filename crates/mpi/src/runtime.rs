@@ -181,8 +181,8 @@ impl Runtime {
     }
 
     /// Numbers the ranks of worlds that are made from now on so that runs of `together` of them lie inside a process,
-    /// then inside a host, wherever there is [room](Placement::order). Before, processes have ranks in the order in which
-    /// the launcher numbers them. Every process calls it with the same number, at the same place between worlds.
+    /// then inside a host, wherever there is [room](Placement::order). Before, processes have ranks in the order in
+    /// which the launcher numbers them. Every process calls it with the same number, at the same place between worlds.
     pub fn arrange(&self, together: usize) {
         let mut there = self.0.there.lock().unwrap_or_else(PoisonError::into_inner);
         let mut processes = there.processes.to_vec();

@@ -1,8 +1,8 @@
 //! Where the ranks of a mesh are: their processes and hosts.
 //!
 //! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie
-//! inside a process, then inside a host, wherever their degrees allow it. [`Placement::order`] numbers processes so that
-//! this holds however the launcher has dealt them out to hosts.
+//! inside a process, then inside a host, wherever their degrees allow it. [`Placement::order`] numbers processes so
+//! that this holds however the launcher has dealt them out to hosts.
 
 use crate::axes::Axis;
 use crate::comm::{CommError, Group};
@@ -47,9 +47,9 @@ impl Placement {
         Self { process, host, hosts }
     }
 
-    /// The order in which processes on these hosts get ranks, `ranks_per_process` consecutive ones each, so that runs of
-    /// `together` ranks (the groups of tp) lie inside a process, then inside a host, wherever there is room. A launcher
-    /// that deals processes out to hosts in turn does not place them so. Process 0 stays the first.
+    /// The order in which processes on these hosts get ranks, `ranks_per_process` consecutive ones each, so that runs
+    /// of `together` ranks (the groups of tp) lie inside a process, then inside a host, wherever there is room. A
+    /// launcher that deals processes out to hosts in turn does not place them so. Process 0 stays the first.
     ///
     /// ```
     /// use meshwork_core::launcher::Placement;
