@@ -140,7 +140,7 @@ mod tests {
             let mut has: Vec<Range<usize>> = (0..cells).map(|cell| cell..cell + 1).collect();
             for number in 0..rounds[0].len() {
                 let before = has.clone();
-                for cell in 0..cells {
+                for (cell, has) in has.iter_mut().enumerate() {
                     let round = &rounds[cell][number];
                     assert_eq!(round.has, before[cell]);
                     let mut runs = vec![round.has.clone()];
@@ -153,7 +153,7 @@ mod tests {
                     assert!(sent.iter().all(|to| rounds[*to][number].receives.iter().any(|(from, _)| *from == cell)));
                     runs.sort_by_key(|run| run.start);
                     assert!(runs.windows(2).all(|two| two[0].end == two[1].start), "{runs:?}");
-                    has[cell] = runs[0].start..runs[runs.len() - 1].end;
+                    *has = runs[0].start..runs[runs.len() - 1].end;
                 }
             }
             assert!(has.iter().all(|has| *has == (0..cells)), "{cells}");

@@ -1,4 +1,6 @@
 //! An operation of one rank under way: what it has sent, what has arrived, and its memory.
+//!
+//! More than 400 lines: half of them run every collective over members that are anywhere, and count what travels.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -425,13 +427,12 @@ mod tests {
         let mut scratch = |bytes| Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim_first(bytes);
         let mut ways: BTreeMap<(usize, usize), VecDeque<(usize, Body)>> = BTreeMap::new();
         let (mut far, mut tags, mut between, mut rng) = (HashMap::new(), 0, 0, Rng::new(members as u64));
-        let (mut begun, mut idle) = (vec![false; members], 0);
+        let (mut begun, mut idle) = (false, 0);
         // What one member has taken may free the memory of another one.
         while idle < 3 || !ways.values().all(VecDeque::is_empty) {
             idle += 1;
-            for me in 0..members {
-                let sent = if begun[me] { flights[me].go_on(&mut scratch) } else { flights[me].begin(&mut scratch) };
-                begun[me] = true;
+            for (me, flight) in flights.iter_mut().enumerate() {
+                let sent = if begun { flight.go_on(&mut scratch) } else { flight.begin(&mut scratch) };
                 for Outgoing { unit, to, bytes } in sent {
                     idle = 0;
                     let crosses = processes[me] != processes[to];
@@ -450,6 +451,7 @@ mod tests {
                     ways.entry((me, to)).or_default().push_back((unit, body));
                 }
             }
+            begun = true;
             for ((from, to), way) in &mut ways {
                 if rng.below(3) == 0 {
                     continue;

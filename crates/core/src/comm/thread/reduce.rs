@@ -4,6 +4,8 @@
 //! ranks give (a + b) + c, five give ((a + b) + (c + d)) + e. 16-bit floats are added in f32 and rounded once. The bits
 //! of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
+//!
+//! More than 400 lines: the order, the types, and the tests of both.
 
 use crate::comm::ReduceOp;
 use crate::dtype::{DType, Element};
