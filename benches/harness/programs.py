@@ -1,7 +1,8 @@
 """Runs a program, ours or a peer's, and reads what it measured.
 
 Programs write JSON lines to standard output; other lines are passed over. A step is `{"step", "step_ms" or "seconds"}`, a
-collective `{"op", "bytes", "us"}` (with `"error"`, of what it gives), a matrix product `{"product", "gflops"}`.
+collective `{"op", "bytes", "us"}` (with `"error"`, of what it gives), matrix products `{"product", "gflops"}` or
+`{"operation", "tflops"}`, a share of something measured beside it `{"share", "value"}`.
 """
 
 import json
@@ -32,10 +33,12 @@ OURS = {
     "compress": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "compress"],
     "powersgd": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "powersgd"],
     "throttled": ["bench", "--no-run", "-p", "meshwork-engine", "--bench", "throttled"],
+    "attention": ["bench", "--no-run", "-p", "meshwork-cpu", "--bench", "attention"],
+    "context": ["bench", "--no-run", "-p", "meshwork-context-parallel", "--bench", "context"],
     "gemm": ["bench", "--no-run", "-p", "meshwork-cpu", "--bench", "gemm"],
 }
-ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
-NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py", "powersgd.py"}
+ONE_PROCESS = {"train.py", "products.py", "operations.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
+NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py", "context.py", "powersgd.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
@@ -81,22 +84,22 @@ class Programs:
         self.threads, self.python, self.folder = threads, python, folder
         self.built = {}
 
-    def command(self, text, size=None, environment=None):
+    def command(self, text, size=None, environment=None, threads=None):
         """The command that `text` stands for, at `size`."""
         name, *args = shlex.split(text)
-        size = size or {}
+        size, cores = size or {}, threads or self.threads
         command = Command([], {}, size.get("batch", 0) * size.get("seq_len", 0), size.get("warmup", 0))
         steps = size.get("steps", 0) + command.warmup
         if is_peer(text):
-            ranks = 1 if name in ONE_PROCESS else self.threads  # of a mesh, each has one thread
-            threads = str(self.threads // ranks)
+            ranks = 1 if name in ONE_PROCESS else cores  # of a mesh, each has one thread
+            threads = str(cores // ranks)
             command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {})}
             command.argv = [self.python, PEERS / name, *args]
             if size:
                 work = {key: size[key] for key in [*MODEL_KEYS, "batch"]}
                 command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(random_tokens(self.folder, size["vocab_size"]))})]
             return command
-        command.environment = {"MESHWORK_THREADS": str(self.threads)}
+        command.environment = {"MESHWORK_THREADS": str(cores)}
         command.argv = [self.build(name), *(["--bench"] if OURS[name][0] == "bench" else []), *args]
         if size:
             sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}
@@ -152,6 +155,10 @@ def measure(command):
                     measured |= {"error": event["error"]} if "error" in event else {}
                 elif "product" in event:
                     measured[event["product"]] = event["gflops"]
+                elif "operation" in event and "tflops" in event:
+                    measured[event["operation"]] = 1e3 * event["tflops"]
+                elif "share" in event:
+                    measured[f"share: {event['share']}"] = event["value"]
                 elif event.get("event") == "end":
                     # What is left is a sample of text. Not send_signal, which would reap a child that is gone already.
                     os.kill(child.pid, signal.SIGINT)

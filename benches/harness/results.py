@@ -42,11 +42,12 @@ MEASURES = {
 }
 COLLECTIVE = Measure("µs", inverse=True)
 PRODUCT = Measure("GFLOP/s", more_is_better=True)
-EACH = "each"  # a target for everything that we measured beside the above
+SHARE = Measure("of 1", more_is_better=True, absolute=True, digits=2)
+EACH = "each"  # a target for everything that we measured beside the above and shares
 
 
 def measure_of(name):
-    return MEASURES.get(name) or (COLLECTIVE if name.endswith("iB") else PRODUCT)
+    return MEASURES.get(name) or (SHARE if name.startswith("share: ") else COLLECTIVE if name.endswith("iB") else PRODUCT)
 
 
 def targets_of(result):
@@ -55,7 +56,7 @@ def targets_of(result):
     if EACH in targets:
         each = targets.pop(EACH)
         names = next(iter(result["runs"]["ours"]), {})
-        targets |= {name: each for name in names if name not in {*MEASURES, "others_busy"}}
+        targets |= {name: each for name in names if name not in {*MEASURES, "others_busy"} and measure_of(name) is not SHARE}
     return targets
 
 
@@ -130,7 +131,7 @@ def table(results):
         for line in lines(name, result):
             measure = measure_of(line.measure)
             unit = measure.unit if line.measure in MEASURES else f"{measure.unit}, {line.measure}"
-            target = f"{'≥' if measure.at_least else '≤'} {line.target:g}{' s' if measure.absolute else ''}"
+            target = f"{'≥' if measure.at_least else '≤'} {line.target:g}{' s' if line.measure == 'first_step_s' else ''}"
             cells = [
                 name,
                 unit,

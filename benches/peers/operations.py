@@ -1,6 +1,6 @@
 """The operations of `cargo bench -p meshwork-cuda --bench ops`, of the same names and sizes, by PyTorch: a JSON line each.
 
-    operations.py [--device cuda] [--small] [WORD..]    # those whose name has every word
+    operations.py [--device cuda] [--small] [--attention BATCHxTOKENSxHEADSxFEATURES] [WORD..]    # those whose name has every word
 
 Attention is that of the fastest backend of scaled_dot_product_attention. An operation that fails is a line with the reason.
 """
@@ -18,16 +18,21 @@ parse = argparse.ArgumentParser()
 parse.add_argument("words", nargs="*")
 parse.add_argument("--device", default="cuda")
 parse.add_argument("--small", action="store_true")
+parse.add_argument("--attention", help="this shape instead of others")
 args = parse.parse_args()
 
 CUDA = args.device != "cpu"
 BATCHES, BATCH_S, BUDGET_S = 9, 0.01, 4.0
 TOKENS, HIDDEN, VOCAB, ROWS, FLAT = (6, 16, 33, 6, 100) if args.small else (32_768, 2048, 50_304, 8192, 1 << 28)
 ATTENTION = [(1, 6, 2, 8)] if args.small else [(32, 1024, 12, 64), (16, 1024, 16, 128), (4, 4096, 16, 128)]
+if args.attention:
+    ATTENTION = [tuple(map(int, args.attention.split("x")))]
 PRODUCTS = [(6, 8, 16)] if args.small else [(8192, 8192, 8192), (32_768, 3072, 768), (16_384, 8192, 2048), (16_384, 2048, 8192)]
 GROUPS, GROUPED = 8, (6, 8, 16) if args.small else (16_384, 8192, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+# Beside them, where all pairs of tokens fit into memory.
+BACKENDS += [SDPBackend.MATH] if max(seq for _, seq, *_ in ATTENTION) <= 4096 else []
 
 
 def synchronize():

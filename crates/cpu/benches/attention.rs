@@ -4,11 +4,15 @@
 //!
 //! `cargo bench -p meshwork-cpu --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
 //! argument selects the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
+//! With `--json` there is a line for each direction in f32, which `benches/compare.py` compares with a peer's, and its
+//! share of the rate of a product beside it: all tokens times the weight of queries, keys and values. They are timed
+//! in turn, and the share is the median of the shares of the turns.
 
 use meshwork_core::pool;
 use meshwork_cpu::kernels::attention::{
     Angles, Dims, Groups, Masks, Packing, Saved, Tiled, backward, forward, grouped_backward, grouped_forward,
 };
+use meshwork_cpu::kernels::matmul::{Epilogue, Factors, MatmulOperand, Update, gemm_shared};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{AttentionShape, GroupedShape};
 use meshwork_tensor::random::{fill_normal, key};
@@ -20,7 +24,7 @@ type Shape = (&'static str, [usize; 4], Option<usize>, usize, Option<usize>);
 
 /// The pairs between documents or outside of the window are counted too, so that the speeds show what leaving them out
 /// saves.
-const SHAPES: [Shape; 15] = [
+const SHAPES: [Shape; 16] = [
     ("tiny", [16, 128, 4, 32], None, 1, None),
     ("small", [12, 256, 6, 64], None, 1, None),
     ("medium", [8, 256, 8, 64], None, 1, None),
@@ -28,6 +32,7 @@ const SHAPES: [Shape; 15] = [
     ("long 1024", [2, 1024, 12, 64], None, 1, None),
     ("long 4096", [1, 4096, 4, 64], None, 1, None),
     ("long 4096, wide", [1, 4096, 4, 128], None, 1, None),
+    ("long 16384", [1, 16_384, 6, 64], None, 1, None),
     ("tiny, grouped", [16, 128, 4, 32], Some(2), 1, None),
     ("small, grouped", [12, 256, 6, 64], Some(3), 1, None),
     ("gpt2, grouped", [4, 512, 12, 64], Some(3), 1, None),
@@ -41,10 +46,21 @@ const SHAPES: [Shape; 15] = [
 /// Seconds spent on a shape, at least.
 const SECONDS: f64 = 0.5;
 
+/// Turns of `--json`.
+const TURNS: usize = 3;
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let measured = arguments.iter().any(|argument| argument == "--bench");
     let only = arguments.iter().find(|argument| !argument.starts_with('-'));
+    let json = arguments.iter().any(|argument| argument == "--json");
+    if json {
+        let shapes = SHAPES.into_iter().filter(|(name, _, group, documents, window)| {
+            let plain = group.is_none() && *documents == 1 && window.is_none();
+            plain && only.is_none_or(|only| name.contains(only.as_str()))
+        });
+        return shapes.for_each(|(_, shape, ..)| beside_products(shape, measured));
+    }
     println!("{} threads; GFLOP/s, best/median", pool::threads());
     print!("{:<30} {:<20}", "shape", "batch seq heads dim");
     println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
@@ -64,6 +80,54 @@ fn main() {
             print!(" {forward:>13} {backward:>13}");
         }
         println!();
+    }
+}
+
+/// Prints the rates of both directions, and their shares of the rate of a product.
+fn beside_products([batch, seq, heads, head_dim]: [usize; 4], measured: bool) {
+    let (seq, turns) = if measured { (seq, TURNS) } else { (seq.min(40), 1) };
+    let (dims, hidden, tokens) = (Dims::new([batch, seq, heads, head_dim]), heads * head_dim, batch * seq);
+    let shape = GroupedShape::alone(AttentionShape { batch, seq, heads, head_dim });
+    let (x, weight, dout) =
+        (normal("x", tokens * hidden), normal("w", 3 * hidden * hidden), normal("dout", tokens * hidden));
+    let (mut qkv, mut dqkv) = (vec![0.0; 3 * tokens * hidden], vec![0.0; 3 * tokens * hidden]);
+    let (mut out, mut lse) = (vec![0.0; tokens * hidden], vec![0.0; tokens * heads]);
+    let (tiles, masks, none) = (f32::tiles(Precision::F32), Masks::default(), Default::default());
+    let seconds = |call: &mut dyn FnMut()| {
+        let start = Instant::now();
+        call();
+        start.elapsed().as_secs_f64()
+    };
+    let product_flops = (2 * tokens * 3 * hidden * hidden) as f64;
+    let flops = [shape.forward_flops(&none) as f64, shape.backward_flops(&none) as f64];
+    let mut rates = Vec::new();
+    for turn in 0..=turns {
+        let a = MatmulOperand::Full(&x, (hidden, 1));
+        let b = MatmulOperand::Full(&weight, (1, hidden));
+        let factors = Factors { precision: Precision::F32, dims: [tokens, 3 * hidden, hidden], a, b };
+        // Often, for it is short; between the others, which heat the cores as much.
+        let mut products: Vec<f64> = (0..9)
+            .map(|_| seconds(&mut || gemm_shared(factors, &mut qkv, Update::Overwrite, Epilogue::Nothing)))
+            .collect();
+        products.sort_by(f64::total_cmp);
+        let there = seconds(&mut || forward(tiles, dims, &qkv, &mut out, &mut lse, masks));
+        let saved = Saved { q: &qkv, kv: &qkv, out: &out, lse: &lse };
+        let back = seconds(&mut || backward(tiles, dims, saved, &dout, &mut dqkv, masks));
+        if turn > 0 {
+            let product = product_flops / products[products.len() / 2];
+            rates.push([product, flops[0] / there, flops[1] / back, (flops[0] + flops[1]) / (there + back)]);
+        }
+    }
+    let median = |of: &dyn Fn(&[f64; 4]) -> f64| {
+        let mut values: Vec<f64> = rates.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let size = format!("f32 {batch}x{seq}x{heads}x{head_dim}");
+    println!(r#"{{"product": "product beside attention", "gflops": {:.1}}}"#, median(&|rates| 1e-9 * rates[0]));
+    for (at, words) in [(1, "attention"), (2, "attention gradient"), (3, "attention and gradient")] {
+        println!(r#"{{"product": "{words} {size}", "gflops": {:.1}}}"#, median(&|rates| 1e-9 * rates[at]));
+        println!(r#"{{"share": "{words} of products", "value": {:.4}}}"#, median(&|rates| rates[at] / rates[0]));
     }
 }
 
