@@ -567,7 +567,7 @@ mod tests {
             let said = after(&mut idle, often, often);
             assert_eq!(stops(&said), look == 16, "look {look}");
             if look < 16 {
-                assert_eq!(stops(&hear(&mut idle, 1, answer(question(&said), false, false, 3))), false);
+                assert!(!stops(&hear(&mut idle, 1, answer(question(&said), false, false, 3))));
             }
         }
     }
