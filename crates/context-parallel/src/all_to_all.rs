@@ -1,27 +1,27 @@
 //! Attention by all-to-all (DeepSpeed-Ulysses, arXiv:2309.14509): each rank computes all tokens of some heads.
 
-use crate::heads::Heads;
-use meshwork_core::{Axis, DType};
+use crate::heads::{Heads, named};
+use meshwork_core::{Axes, DType};
 use meshwork_tensor::kernel::AttentionShape;
 use meshwork_tensor::op::{Exchange, Exchanged};
 use meshwork_tensor::{Result, Tensor};
 
-/// Attention by all-to-all over an axis.
+/// Attention by all-to-all over some axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllToAll {
-    axis: Axis,
+    axes: Axes,
 }
 
 impl AllToAll {
-    /// Over the ranks of `axis`.
-    pub fn over(axis: Axis) -> Self {
-        Self { axis }
+    /// Over the ranks of `axes`.
+    pub fn over(axes: impl Into<Axes>) -> Self {
+        Self { axes: axes.into() }
     }
 
     fn heads<'a>(&self, call: &Exchanged<'a>, stored: DType) -> Result<Heads<'a>> {
-        let degree = call.tape.rank().group(self.axis).size();
-        let advice = |most| format!("use {}={most}, or all_gather", self.axis);
-        Heads::new(call, (self.name(), self.axis), degree, stored, advice)
+        let degree = call.tape.rank().group_over(&self.axes).size();
+        let advice = |most| format!("use {}={most}, or all_gather", named(self.axes));
+        Heads::new(call, (self.name(), self.axes), degree, stored, advice)
     }
 }
 
@@ -30,8 +30,8 @@ impl Exchange for AllToAll {
         "all_to_all_attention"
     }
 
-    fn axis(&self) -> Axis {
-        self.axis
+    fn axes(&self) -> Axes {
+        self.axes
     }
 
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])> {

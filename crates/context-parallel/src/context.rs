@@ -1,7 +1,7 @@
 //! How the ranks of cp lay out a sequence, and attend over it.
 
 use crate::{AllToAll, Balance, Hybrid, Method, Ring};
-use meshwork_core::Axis;
+use meshwork_core::{Axes, Axis};
 use meshwork_tensor::op::{Exchange, Mask, Order, Rotary};
 use meshwork_tensor::{Error, Result, Var};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub struct ContextParallel {
     method: Method,
     order: Order,
     multiple: usize,
-    axis: Axis,
+    axes: Axes,
     /// How the order of a batch follows from its documents, and the ranks that it is for.
     balance: Option<(Arc<dyn Balance>, usize)>,
 }
@@ -38,13 +38,13 @@ impl ContextParallel {
     /// multiple of the chunks of the order and of `multiple`, such as the number of ranks, others follow the last,
     /// which no token sees and which have no loss.
     pub fn new(method: Method, order: Order, multiple: usize) -> Self {
-        Self { method, order, multiple: multiple.max(1), axis: Axis::Cp, balance: None }
+        Self { method, order, multiple: multiple.max(1), axes: Axis::CONTEXT.into(), balance: None }
     }
 
-    /// The same over another axis than cp.
+    /// The same over other axes than those of context parallelism.
     #[must_use]
-    pub fn over(self, axis: Axis) -> Self {
-        Self { axis, ..self }
+    pub fn over(self, axes: impl Into<Axes>) -> Self {
+        Self { axes: axes.into(), ..self }
     }
 
     /// The same with an order of its own for each micro-batch in training, which `balance` chooses for `ranks` ranks.
@@ -129,7 +129,8 @@ impl ContextParallel {
     ///
     /// In canonical numerics the result and all gradients have the bits of one rank. All methods but all-to-all then
     /// bring queries, keys and values together, because the gradients of keys and values are sums over queries: every
-    /// rank computes all of the attention.
+    /// rank computes all of the attention. With a sliding window, all-gather brings the blocks that queries read from
+    /// rank to rank, as a ring does.
     ///
     /// # Errors
     /// Heads that the ranks cannot share out; a sequence that does not fit the order.
@@ -143,17 +144,19 @@ impl ContextParallel {
     ) -> Result<Var> {
         let mask = mask.into();
         let exchange: Arc<dyn Exchange> = match self.method {
-            Method::AllToAll => Arc::new(AllToAll::over(self.axis)),
+            Method::AllToAll => Arc::new(AllToAll::over(self.axes)),
             _ if q.tape().reduction_blocks().is_some() => {
                 let mixed = self.whole(q)?.grouped_attention(&self.whole(kv)?, rotary, mask, dropout)?;
-                return mixed.to_order(SEQ, &self.order)?.split(self.axis, SEQ);
+                return mixed.to_order(SEQ, &self.order)?.split(self.axes, SEQ);
             }
+            // Of the blocks those that queries read.
+            Method::AllGather if mask.window.is_some() => Arc::new(Ring::over(self.axes)),
             Method::AllGather => {
-                let kv = kv.all_gather(self.axis, SEQ)?.from_order(SEQ, &self.order)?; // [b, s, 2, kv_heads · d]
+                let kv = kv.all_gather(self.axes, SEQ)?.from_order(SEQ, &self.order)?; // [b, s, 2, kv_heads · d]
                 return q.grouped_attention_in(&self.order, &kv, rotary, mask, dropout);
             }
-            Method::Ring => Arc::new(Ring::over(self.axis)),
-            Method::Hybrid { ring_degree } => Arc::new(Hybrid::over(self.axis, ring_degree)),
+            Method::Ring => Arc::new(Ring::over(self.axes)),
+            Method::Hybrid { ring_degree } => Arc::new(Hybrid::over(self.axes, ring_degree)),
         };
         q.exchanged_attention(exchange, &self.order, kv, rotary, mask, dropout)
     }
@@ -164,6 +167,6 @@ impl ContextParallel {
     /// # Errors
     /// A sequence that does not fit the order.
     pub fn whole(&self, x: &Var) -> Result<Var> {
-        x.all_gather_invariant(self.axis, SEQ)?.from_order(SEQ, &self.order)
+        x.all_gather_invariant(self.axes, SEQ)?.from_order(SEQ, &self.order)
     }
 }

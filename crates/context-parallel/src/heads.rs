@@ -4,7 +4,7 @@
 //! Where a rank's heads of keys and values are fewer than the ranks, or not divisible by them, keys and values of all
 //! of these heads come to every rank. Backward runs the same exchanges the other way round.
 
-use meshwork_core::{Axis, Buffer, DType, Group, ReduceOp, tree};
+use meshwork_core::{Axes, Axis, Buffer, DType, Group, ReduceOp, tree};
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
 use meshwork_tensor::op::Exchanged;
 use meshwork_tensor::{Device, Error, Result, Tensor};
@@ -43,19 +43,24 @@ pub fn parts_of_heads(heads: usize, group: usize, most: usize) -> impl DoubleEnd
     })
 }
 
+/// The axis that an error names.
+pub(crate) fn named(axes: Axes) -> Axis {
+    axes.last().copied().unwrap_or(Axis::Cp)
+}
+
 impl<'a> Heads<'a> {
     /// Between `degree` neighbours of the group; `stored` is the type of keys and values. `advice` says which setting
     /// would work, given the largest degree for these heads.
     pub(crate) fn new(
         call: &Exchanged<'a>,
-        (name, axis): (&'static str, Axis),
+        (name, axes): (&'static str, Axes),
         degree: usize,
         stored: DType,
         advice: impl Fn(usize) -> String,
     ) -> Result<Self> {
-        let group = call.tape.rank().group(axis);
+        let group = call.tape.rank().group_over(&axes);
         let first = group.rank() / degree * degree;
-        let share = share(call, (name, axis), (group.rank() - first, degree), stored, advice)?;
+        let share = share(call, (name, axes), (group.rank() - first, degree), stored, advice)?;
         let AttentionShape { batch, seq, heads, head_dim } = call.shape.queries;
         Ok(Self {
             group,
@@ -172,7 +177,7 @@ impl<'a> Heads<'a> {
 /// The heads of queries, and of keys and values, of rank `rank` of `ranks`.
 fn share(
     call: &Exchanged<'_>,
-    (name, axis): (&'static str, Axis),
+    (name, axes): (&'static str, Axes),
     (rank, ranks): (usize, usize),
     stored: DType,
     advice: impl Fn(usize) -> String,
@@ -180,8 +185,8 @@ fn share(
     let of = call.shape;
     let AttentionShape { heads, seq, .. } = of.queries;
     let refuse = |problem: String| {
-        let degree = call.tape.rank().group(axis).size();
-        Err(Error::Placement { what: name.to_owned(), dim: 2, extent: heads, axis, degree, problem })
+        let degree = call.tape.rank().group_over(&axes).size();
+        Err(Error::Placement { what: name.to_owned(), dim: 2, extent: heads, axis: named(axes), degree, problem })
     };
     if !heads.is_multiple_of(ranks) {
         let most = (1..=ranks).rev().find(|&degree| heads.is_multiple_of(degree)).unwrap_or(1);

@@ -4,39 +4,39 @@
 //! [`AllToAll`](crate::AllToAll); then each has all their tokens of some heads, and goes round with the ranks of the
 //! other places that have the same heads, as in [`Ring`](crate::Ring).
 
-use crate::heads::Heads;
+use crate::heads::{Heads, named};
 use crate::ring::Pass;
-use meshwork_core::{Axis, DType};
+use meshwork_core::{Axes, DType};
 use meshwork_tensor::op::{Exchange, Exchanged};
 use meshwork_tensor::{Error, Result, Tensor};
 
-/// A ring of all-to-alls over an axis.
+/// A ring of all-to-alls over some axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hybrid {
-    axis: Axis,
+    axes: Axes,
     ring_degree: usize,
 }
 
 impl Hybrid {
-    /// Over the ranks of `axis`, with `ring_degree` places in the ring.
-    pub fn over(axis: Axis, ring_degree: usize) -> Self {
-        Self { axis, ring_degree }
+    /// Over the ranks of `axes`, with `ring_degree` places in the ring.
+    pub fn over(axes: impl Into<Axes>, ring_degree: usize) -> Self {
+        Self { axes: axes.into(), ring_degree }
     }
 
     fn heads<'a>(&self, call: &Exchanged<'a>, stored: DType) -> Result<Heads<'a>> {
-        let (size, ring) = (call.tape.rank().group(self.axis).size(), self.ring_degree);
+        let (size, ring) = (call.tape.rank().group_over(&self.axes).size(), self.ring_degree);
         if ring == 0 || !size.is_multiple_of(ring) {
             let nearest = (1..=size).filter(|&of| size.is_multiple_of(of)).min_by_key(|of| of.abs_diff(ring));
             let (what, extent) = (self.name().to_owned(), call.shape.sequence);
             let nearest = nearest.unwrap_or(1);
             let problem = format!("a ring of {ring} places does not divide the ranks: use a ring degree of {nearest}");
-            return Err(Error::Placement { what, dim: 1, extent, axis: self.axis, degree: size, problem });
+            return Err(Error::Placement { what, dim: 1, extent, axis: named(self.axes), degree: size, problem });
         }
         let advice = |most: usize| {
             let fits = (1..=most).rev().find(|&of| size.is_multiple_of(of) && most.is_multiple_of(of)).unwrap_or(1);
             format!("use a ring degree of {}", size / fits)
         };
-        Heads::new(call, (self.name(), self.axis), size / ring, stored, advice)
+        Heads::new(call, (self.name(), self.axes), size / ring, stored, advice)
     }
 }
 
@@ -45,8 +45,8 @@ impl Exchange for Hybrid {
         "hybrid_attention"
     }
 
-    fn axis(&self) -> Axis {
-        self.axis
+    fn axes(&self) -> Axes {
+        self.axes
     }
 
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])> {

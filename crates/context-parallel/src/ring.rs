@@ -20,23 +20,23 @@
 //! then has the same work in each step. Runs of keys before a run of queries need no causal mask. With a sliding window
 //! a block goes no further than queries read it.
 
-use meshwork_core::{Axis, Buffer, DType, Group, Pending};
+use meshwork_core::{Axes, Buffer, DType, Group, Pending};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape};
 use meshwork_tensor::op::{Exchange, Exchanged};
 use meshwork_tensor::{Device, Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Ring attention over an axis.
+/// Ring attention over some axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ring {
-    axis: Axis,
+    axes: Axes,
 }
 
 impl Ring {
-    /// Over the ranks of `axis`.
-    pub fn over(axis: Axis) -> Self {
-        Self { axis }
+    /// Over the ranks of `axes`.
+    pub fn over(axes: impl Into<Axes>) -> Self {
+        Self { axes: axes.into() }
     }
 }
 
@@ -45,18 +45,18 @@ impl Exchange for Ring {
         "ring_attention"
     }
 
-    fn axis(&self) -> Axis {
-        self.axis
+    fn axes(&self) -> Axes {
+        self.axes
     }
 
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])> {
-        let group = call.tape.rank().group(self.axis);
+        let group = call.tape.rank().group_over(&self.axes);
         let (out, lse) = Pass::new(call, group, group.size(), call.shape, call.masks)?.attend(q, kv)?;
         Ok((out.clone(), [q.clone(), kv.clone(), out, lse]))
     }
 
     fn gradients(&self, call: &Exchanged<'_>, dout: &Tensor, saved: [Tensor; 4]) -> Result<(Tensor, Tensor)> {
-        let group = call.tape.rank().group(self.axis);
+        let group = call.tape.rank().group_over(&self.axes);
         let (dq, dkv) = Pass::new(call, group, group.size(), call.shape, call.masks)?.gradients(dout, &saved)?;
         Ok((dq, dkv.cast(saved[1].dtype())?))
     }

@@ -1,4 +1,6 @@
 //! Attention over cp by each method: against whole sequences, its work and bytes, and what is refused.
+//!
+//! More than 400 lines: what is sent, computed and refused, each by every method.
 
 use meshwork_context_parallel::{ContextParallel, Method, Sizes};
 use meshwork_core::profile::{self, Class, Recorder, Span};
@@ -188,10 +190,18 @@ fn what_ranks_exchange_is_what_is_published() {
 #[test]
 fn blocks_outside_the_window_do_not_travel() {
     let window = |window| Mask { documents: None, window: Some(window) };
+    let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
     for (tokens, steps) in [(1, 0), (2, 1), (10, 1), (17, 1), (18, 2), (34, 3), (64, 3)] {
-        let [there, back] = calls_in(Method::Ring, &Order::default(), [4, 2, 64], DType::F32, window(tokens));
-        let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
-        assert_eq!([sends(&there), sends(&back)], [steps, 2 * steps], "a window of {tokens}");
+        for method in [Method::Ring, Method::AllGather] {
+            let [there, back] = calls_in(method, &Order::default(), [4, 2, 64], DType::F32, window(tokens));
+            assert_eq!([sends(&there), sends(&back)], [steps, 2 * steps], "a window of {tokens} by {method}");
+            let gathered = there.iter().chain(&back).filter(|call| call.op == OpKind::AllGather).count();
+            assert_eq!(gathered, 0, "a window of {tokens} by {method}");
+        }
+        // Two places of 32 tokens.
+        let [there, _] =
+            calls_in(Method::Hybrid { ring_degree: 2 }, &Order::default(), [4, 2, 64], DType::F32, window(tokens));
+        assert_eq!(sends(&there), steps.min(1), "a window of {tokens} by hybrid");
     }
 }
 
@@ -334,6 +344,17 @@ fn keys_that_are_cut_need_an_exchange() {
             let error = context.attend(&q, &kv(Ty::Shard(1)), None, Some(&local), None).unwrap_err().to_string();
             assert!(error.contains("positions"), "{method}: {error}");
         }
+    }
+}
+
+/// Keys and values are one value: those of a part of a sequence are not joined with those of a whole one.
+#[test]
+fn keys_and_values_of_different_parts_are_not_joined() {
+    for cp in [1, 2] {
+        let tape = tape(cp, 0);
+        let half = |ty| value(&tape, &[2, 8, 1, 16], ty);
+        let told = half(Ty::Shard(1)).concat(&half(Ty::Invariant), 2).unwrap_err().to_string();
+        assert!(told.contains("on axis cp"), "{told}");
     }
 }
 

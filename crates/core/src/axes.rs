@@ -9,7 +9,11 @@ crate::named! {
     pub enum Axis {
         /// Tensor parallel: heads, features and vocabulary are split.
         Tp = "tp",
-        /// Context parallel: the sequence itself is split, attention included.
+        /// Where experts are shared out over a part of context parallelism: the ranks of this part. The sequence is
+        /// split over it too.
+        Cep = "cep",
+        /// Context parallel: the sequence itself is split, attention included. On a mesh with [`Axis::Cep`], the rest
+        /// of context parallelism: the ranks that hold the same experts.
         Cp = "cp",
         /// Expert parallel: the batch is split, and the experts are.
         Ep = "ep",
@@ -25,12 +29,21 @@ crate::named! {
 impl Axis {
     /// The axes over which the samples of a batch are split: data parallelism.
     pub const DATA: [Axis; 2] = [Axis::Ep, Axis::Dp];
+    /// The axes over which sequences are split, attention included: context parallelism.
+    pub const CONTEXT: [Axis; 2] = [Axis::Cep, Axis::Cp];
+    /// The axes that a mesh string names, fastest first.
+    pub const NAMED: [Axis; 5] = [Axis::Tp, Axis::Cp, Axis::Ep, Axis::Dp, Axis::Pp];
     /// Number of axes.
     pub const COUNT: usize = Self::ALL.len();
 
     /// Whether the samples of a batch are split over it.
     pub const fn is_data(self) -> bool {
         matches!(self, Axis::Ep | Axis::Dp)
+    }
+
+    /// Whether sequences are split over it, attention included.
+    pub const fn is_context(self) -> bool {
+        matches!(self, Axis::Cep | Axis::Cp)
     }
 
     pub(crate) const fn index(self) -> usize {

@@ -89,7 +89,7 @@ pub use comm::{
 pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
-pub use mesh::{Coords, EXPERT_DATA, Mesh, MeshError};
+pub use mesh::{Coords, EXPERT_CONTEXT, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
 pub use run_error::{Cause, RankEnd, RunError};
 pub use slow_build::slow_build;

@@ -11,8 +11,11 @@
 //! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 for an axis that it does not name. The order of its
 //! parts does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
 //!
-//! Where ep does not divide dp, experts are shared out over all ranks of cp, and over ranks of dp for the rest of ep:
-//! `dp=2,cp=4,ep=8`. On the grid the degree of [`Axis::Ep`] is this rest, 2, and [`Mesh::expert_axes`] are cp and ep.
+//! Where ep does not divide dp, experts are shared out over ranks of cp too. `dp=2,cp=4,ep=8` takes all of cp, and
+//! ranks of dp for the rest: on the grid the degree of [`Axis::Ep`] is this rest, 2, and [`Mesh::expert_axes`] are cp
+//! and ep. `cp=4,ep=2` takes a part of cp: on the grid cp is two axes then, [`Axis::Cep`] of degree 2, whose ranks
+//! share out the experts, and [`Axis::Cp`], the rest, of degree 2. [`Axis::CONTEXT`] is both: sequences are cut over
+//! their product.
 //!
 //! ```
 //! use meshwork_core::{Axis, Mesh};
@@ -36,7 +39,7 @@ impl FromStr for Axis {
     type Err = MeshError;
 
     fn from_str(name: &str) -> Result<Self, MeshError> {
-        Self::ALL.into_iter().find(|axis| axis.name() == name).ok_or_else(|| MeshError::UnknownAxis {
+        Self::NAMED.into_iter().find(|axis| axis.name() == name).ok_or_else(|| MeshError::UnknownAxis {
             name: name.to_owned(),
             hint: match name {
                 "sp" => "; sequence parallelism is a boolean on tp, and the axis that splits long sequences is cp",
@@ -49,6 +52,8 @@ impl FromStr for Axis {
 /// Name of the groups of ranks that hold the same experts, where these are shared out (Megatron's expert data
 /// parallelism).
 pub const EXPERT_DATA: &str = "edp";
+/// The same of context parallelism, where a part of it shares out the experts.
+pub const EXPERT_CONTEXT: &str = "ecp";
 
 /// Why a mesh is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
@@ -71,7 +76,7 @@ pub enum MeshError {
     #[error("axis {axis} has degree 0: a degree is 1 or more")]
     ZeroDegree { axis: Axis },
     /// Expert parallelism cannot borrow its ranks from data and context parallelism.
-    #[error("ep={ep} does not divide dp={dp}: the experts are shared out among ranks of dp{}", over_cp(*.cp))]
+    #[error("ep={ep} does not divide {}", lenders(*.dp, *.cp))]
     Borrowed { ep: usize, dp: usize, cp: usize },
     /// An axis is given twice.
     #[error("axis {axis} is given twice")]
@@ -83,8 +88,15 @@ pub enum MeshError {
 
 crate::debug_as_display!(MeshError);
 
-fn over_cp(cp: usize) -> String {
-    if cp > 1 { format!(", or among all of cp={cp} and ranks of dp") } else { String::new() }
+fn lenders(dp: usize, cp: usize) -> String {
+    match cp {
+        0 | 1 => format!("dp={dp}: the experts are shared out among ranks of dp"),
+        cp => format!("dp={dp} times cp={cp}: the experts are shared out among ranks of dp and cp"),
+    }
+}
+
+fn common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
 /// A grid of ranks with named axes. See the module documentation for the rank order.
@@ -92,7 +104,7 @@ fn over_cp(cp: usize) -> String {
 pub struct Mesh {
     /// Indexed by axis; `None` where the mesh does not have the axis at all.
     degrees: [Option<usize>; Axis::COUNT],
-    /// Whether the ranks of cp hold different experts.
+    /// Whether all ranks of cp hold different experts.
     experts_over_cp: bool,
 }
 
@@ -114,26 +126,35 @@ impl Mesh {
         if product.is_some() { Ok(mesh) } else { Err(MeshError::Overflow { mesh: mesh.to_string() }) }
     }
 
-    /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: the degree of
-    /// dp includes ep, but for ranks of cp that share out experts.
+    /// A mesh of the degrees that a mesh string gives, in the order of [`Axis::NAMED`]: the degree of dp includes ep,
+    /// but for ranks of cp that share out experts. It has all of these axes, and [`Axis::Cep`] where experts are shared
+    /// out over a part of cp.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a degree of ep that divides neither the degree of dp nor, over all of cp, dp · cp.
-    pub fn of_degrees([tp, cp, ep, dp, pp]: [usize; Axis::COUNT]) -> Result<Self, MeshError> {
+    /// As [`new`](Self::new); a degree of ep that does not divide dp · cp.
+    pub fn of_degrees([tp, cp, ep, dp, pp]: [usize; 5]) -> Result<Self, MeshError> {
         let divides = |part: usize| part == 0 || dp.is_multiple_of(part);
-        let experts_over_cp = !divides(ep) && cp > 0 && ep.is_multiple_of(cp) && divides(ep / cp);
-        if !divides(ep) && !experts_over_cp {
+        // Of the experts' ranks those of cp: none, all of cp, or a part.
+        let of_cp = match ep.checked_div(cp) {
+            _ if divides(ep) => 1,
+            Some(rest) if rest * cp == ep && divides(rest) => cp,
+            _ => ep / common_divisor(ep, dp),
+        };
+        if of_cp > 1 && !cp.is_multiple_of(of_cp) {
             return Err(MeshError::Borrowed { ep, dp, cp });
         }
-        let ep = if experts_over_cp { ep / cp } else { ep };
-        let dp = dp.checked_div(ep).unwrap_or(0);
-        let mesh = Self::new(Axis::ALL.into_iter().zip([tp, cp, ep, dp, pp]))?;
+        let (ep, experts_over_cp) = (ep / of_cp, of_cp > 1 && of_cp == cp);
+        let part = Some(of_cp).filter(|&part| part > 1 && part < cp);
+        let degrees = [tp, cp / part.unwrap_or(1), ep, dp.checked_div(ep).unwrap_or(0), pp];
+        let part = part.map(|part| (Axis::Cep, part));
+        let mesh = Self::new(Axis::NAMED.into_iter().zip(degrees).chain(part))?;
         Ok(Self { experts_over_cp, ..mesh })
     }
 
-    /// The axes whose ranks hold different experts: ep, and cp where ep borrows from it.
+    /// The axes whose ranks hold different experts: ep, and cp, or its part, where ep borrows from it.
     pub fn expert_axes(&self) -> Axes {
-        if self.experts_over_cp { [Axis::Cp, Axis::Ep].into() } else { Axis::Ep.into() }
+        let of_cp = if self.experts_over_cp { Axis::Cp } else { Axis::Cep };
+        [of_cp, Axis::Ep].into_iter().filter(|&axis| axis == Axis::Ep || self.degree(of_cp) > 1).collect()
     }
 
     /// The number of ranks that share out the experts: ep in a mesh string.
@@ -167,6 +188,11 @@ impl Mesh {
         Axis::DATA.into_iter().map(|axis| self.degree(axis)).product()
     }
 
+    /// The parts into which a sequence is split, attention included: cp in a mesh string.
+    pub fn context_degree(&self) -> usize {
+        Axis::CONTEXT.into_iter().map(|axis| self.degree(axis)).product()
+    }
+
     /// The data-parallel rank at `coords`: which part of the batch it has.
     pub fn data_rank(&self, coords: Coords) -> usize {
         coords.get(Axis::Dp) * self.degree(Axis::Ep) + coords.get(Axis::Ep)
@@ -179,12 +205,16 @@ impl Mesh {
     }
 
     /// The name of a group over `axes`, slowest first: `dp+cp`. Data parallelism is `dp`. Of its two axes on a mesh
-    /// with experts, `ep` has the ranks that share out the experts, and `edp` those that hold the same ones.
+    /// with experts, `ep` has the ranks that share out the experts, and `edp` those that hold the same ones. Context
+    /// parallelism is `cp`; of its two axes, where it has two, `cep` has the ranks that share out the experts, and
+    /// `ecp` those that hold the same ones.
     pub fn group_name(&self, axes: &[Axis]) -> String {
         let has = |axis: Axis| axes.contains(&axis);
         let name = |axis: Axis| match axis {
             Axis::Ep if has(Axis::Dp) => None,
             Axis::Dp if !has(Axis::Ep) && self.degree(Axis::Ep) > 1 => Some(EXPERT_DATA),
+            Axis::Cep if has(Axis::Cp) => None,
+            Axis::Cp if !has(Axis::Cep) && self.degree(Axis::Cep) > 1 => Some(EXPERT_CONTEXT),
             axis => Some(axis.name()),
         };
         let names: Vec<&str> = Axis::ALL.into_iter().rev().filter(|&axis| has(axis)).filter_map(name).collect();
@@ -251,7 +281,7 @@ impl Mesh {
         ranks
     }
 
-    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name. The
+    /// The degrees that a mesh string gives, in the order of [`Axis::NAMED`]: 1 for an axis that it does not name. The
     /// degree of dp includes ep: [`of_degrees`](Self::of_degrees) makes a mesh of them.
     ///
     /// # Errors
@@ -263,7 +293,7 @@ impl Mesh {
     /// let wrong = Mesh::parse_degrees("tp=0,dp=2,tp").unwrap_err();
     /// assert_eq!(wrong.iter().map(|(part, _)| *part).collect::<Vec<_>>(), ["tp=0", "tp"]);
     /// ```
-    pub fn parse_degrees(text: &str) -> Result<[usize; Axis::COUNT], Vec<(&str, MeshError)>> {
+    pub fn parse_degrees(text: &str) -> Result<[usize; 5], Vec<(&str, MeshError)>> {
         let mut degrees = [None; Axis::COUNT];
         let mut wrong = Vec::new();
         for part in text.split(',').map(str::trim) {
@@ -276,7 +306,8 @@ impl Mesh {
             });
             wrong.extend(given.err().map(|error| (part, error)));
         }
-        if wrong.is_empty() { Ok(degrees.map(|degree| degree.unwrap_or(1))) } else { Err(wrong) }
+        let degree = |axis: Axis| degrees[axis.index()].unwrap_or(1);
+        if wrong.is_empty() { Ok(Axis::NAMED.map(degree)) } else { Err(wrong) }
     }
 }
 
@@ -299,7 +330,7 @@ fn parse_part(part: &str) -> Result<(Axis, Result<usize, MeshError>), MeshError>
 impl FromStr for Mesh {
     type Err = MeshError;
 
-    /// A mesh with every axis: see [`Mesh::parse_degrees`].
+    /// A mesh with every named axis: see [`Mesh::parse_degrees`].
     fn from_str(text: &str) -> Result<Self, MeshError> {
         match Self::parse_degrees(text) {
             Ok(degrees) => Self::of_degrees(degrees),
@@ -316,12 +347,14 @@ impl fmt::Display for Mesh {
     /// The mesh as a string that parses, fastest axis first. cp and ep are left out at degree 1: few meshes use them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let degree = |axis| match axis {
+            Axis::Cp => self.context_degree(),
             Axis::Dp => self.data_degree(),
             Axis::Ep => self.expert_degree(),
             axis => self.degree(axis),
         };
         let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || degree(axis) > 1;
-        let parts: Vec<String> = self.axes().filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
+        let named = self.axes().filter(|&axis| axis != Axis::Cep);
+        let parts: Vec<String> = named.filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
         if parts.is_empty() { f.write_str("without axes") } else { f.write_str(&parts.join(",")) }
     }
 }

@@ -51,7 +51,10 @@ impl Rank {
         let mut groups: Vec<Group> = Vec::with_capacity(1 << Axis::COUNT);
         for set in 0..1 << Axis::COUNT {
             let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| set >> axis.index() & 1 == 1).collect();
+            let without = set & !set_of([Axis::Cep]);
             groups.push(match axes[..] {
+                // Few meshes have this axis: others make no group for it.
+                _ if without != set && !mesh.has(Axis::Cep) => groups[without].clone(),
                 [] if size == 1 => world.clone(),
                 [] => part("self", &[me])?,
                 // Named after its axis, with any degree.

@@ -53,6 +53,27 @@ pub fn subtrees(leaves: Range<usize>) -> impl Iterator<Item = Range<usize>> + Cl
     })
 }
 
+/// The nodes of the tree over `leaves` leaves that have some of them, ascending, and no others: as few as possible. The
+/// last node of a tree may have fewer leaves than a power of two.
+///
+/// ```
+/// // Of seven ranks the last four in one process, and in another the first three.
+/// assert_eq!(meshwork_core::tree::nodes(&[3, 4, 5, 6], 7), [3..4, 4..7]);
+/// assert_eq!(meshwork_core::tree::nodes(&[0, 1, 2], 7), [0..2, 2..3]);
+/// ```
+pub fn nodes(some: &[usize], leaves: usize) -> Vec<Range<usize>> {
+    let (mut nodes, mut rest) = (Vec::new(), some);
+    while let Some(&start) = rest.first() {
+        let run = rest.iter().enumerate().take_while(|(at, leaf)| **leaf == start + at).count();
+        let largest = if start == 0 { usize::BITS - 1 } else { start.trailing_zeros() };
+        let sizes = (0..=largest).rev().map(|twos| (1 << twos).min(leaves - start));
+        let size = sizes.into_iter().find(|&size| size <= run).unwrap_or(1);
+        nodes.push(start..start + size);
+        rest = &rest[size..];
+    }
+    nodes
+}
+
 /// Sums of subtrees that wait for their right neighbours: adds up leaves, or whole subtrees, that arrive in order. It
 /// holds no more sums than their number has bits.
 #[derive(Clone, Debug)]

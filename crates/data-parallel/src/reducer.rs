@@ -30,7 +30,7 @@ pub fn rounds(rank: &Rank, axes: impl IntoIterator<Item = Axis>) -> Vec<Group> {
 
 /// Whether the ranks of an axis have other parts of the batch.
 pub fn cuts_batch(axis: Axis) -> bool {
-    axis.is_data() || axis == Axis::Cp
+    axis.is_data() || axis.is_context()
 }
 
 /// Gradients that are reduced as one flat vector.

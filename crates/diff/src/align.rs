@@ -71,6 +71,9 @@ impl Likes<'_> {
         for (at, value) in a.values.iter().enumerate() {
             let other = find(b, value);
             let with = match other {
+                Some(_) if value.operand.is_some() && a.is_layout() && !self.read_alike(ops, value.part) => {
+                    Err(ELSEWHERE)
+                }
                 Some(other) => self.comparable([(ops[0], at), (ops[1], other)]),
                 None => Err(ALONE),
             };
@@ -124,6 +127,22 @@ impl Likes<'_> {
             maker = self.0.programs[1 - side].ops[maker].makers.first().copied().flatten()?;
         }
         (self.0.like[1 - side][maker] == self.0.origin(side, layout)).then_some((other, at))
+    }
+
+    /// Whether the same operations read what two layouts return: else the gradient of one has terms that the other's
+    /// lacks.
+    fn read_alike(&self, layouts: [usize; 2], part: usize) -> bool {
+        let of = |side: usize| {
+            let mut readers = Vec::new();
+            self.readers(side, (layouts[side], part), &mut readers);
+            let mut readers: Vec<usize> = readers.into_iter().map(|(op, _)| op).collect();
+            readers.sort_unstable();
+            readers
+        };
+        let like = of(1).into_iter().filter_map(|op| self.0.like[1][op]);
+        let mut like: Vec<usize> = like.collect();
+        like.sort_unstable();
+        of(0) == like
     }
 
     /// The gradients of a layout's output, of operations with a like.

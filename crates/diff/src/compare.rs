@@ -5,7 +5,7 @@
 
 use super::align::{At, Like, align};
 use super::divergence::{Between, Divergence, Location, Vector};
-use super::global::{GlobalPiece, RankValue, Replicas, Unit, assemble, replicas, unravel, whole};
+use super::global::{GlobalPiece, RankValue, Replicas, SEQ, Unit, assemble, replicas, unravel, whole};
 use super::program::Program;
 use super::report::Report;
 use super::side::Error;
@@ -98,6 +98,21 @@ struct Found {
     ranks: [Vec<usize>; 2],
 }
 
+/// Cuts off the places behind the last token of a sequence, of which ranks that do not divide it have some.
+fn cut_alike([a, b]: &mut [BTreeMap<Unit, GlobalPiece>; 2]) {
+    for (piece, other) in a.values_mut().zip(b.values_mut()) {
+        let [long, short] = if piece.dims.first() < other.dims.first() { [other, piece] } else { [piece, other] };
+        if let ([tokens, rest @ ..], [fewer, others @ ..]) = (&long.dims[..], &short.dims[..])
+            && tokens > fewer
+            && rest == others
+            && !long.places.is_empty()
+        {
+            long.values.truncate(fewer * rest.iter().product::<usize>());
+            long.dims[0] = *fewer;
+        }
+    }
+}
+
 /// Two programs whose operations correspond.
 pub(super) struct Pair<'a> {
     programs: [&'a Program; 2],
@@ -152,7 +167,7 @@ impl<'a> Pair<'a> {
         report: &mut Report,
     ) -> BTreeMap<Unit, GlobalPiece> {
         let records = stepped.records.get(&self.programs[side].key(at)).map_or(&[][..], |records| records);
-        let (pieces, differ) = assemble(self.programs[side], at, records);
+        let (pieces, differ) = assemble(self.programs[side], at, records, &stepped.tokens);
         if let (Some(differ), Some(place)) = (differ, place) {
             report.diverged(self.of_replicas(step, place.clone(), side, differ));
         }
@@ -192,6 +207,7 @@ impl<'a> Pair<'a> {
             let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
             pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));
         }
+        cut_alike(&mut pieces);
         let units = |side: usize| pieces[side].keys().copied().collect::<Vec<_>>();
         let by_sample = |units: &[Unit]| units.iter().all(|unit| matches!(unit, Unit::Sample(_)));
         if units(0) != units(1) {
@@ -253,7 +269,8 @@ impl<'a> Pair<'a> {
                 for axis in value.types.cuts(dim).rev().filter(|axis| !axis.is_data()) {
                     (place, cuts) = (place * mesh.degree(axis) + coords.get(axis), cuts + 1);
                 }
-                cuts == 0 || index.get(dim).is_some_and(|at| at / extent.max(1) == place)
+                let at = |at: &usize| piece.places.get(*at).filter(|_| dim == SEQ).copied().unwrap_or(*at);
+                cuts == 0 || index.get(dim).is_some_and(|index| at(index) / extent.max(1) == place)
             });
             let replicated = |axis| matches!(value.types.get(axis), None | Some(Ty::Invariant | Ty::Replicate));
             let on_dp = Axis::DATA.into_iter().all(replicated) || mesh.data_rank(coords) == piece.dp;

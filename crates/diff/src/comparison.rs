@@ -7,7 +7,19 @@ use super::report::Report;
 use super::side::{Error, Side};
 use super::{SIDES, compare_pair};
 use meshwork_train::Data;
-use meshwork_train::config::{Config, Fault};
+use meshwork_train::config::{Config, ContextMethod, Fault};
+
+/// Where one side has a method of context parallelism, the other computes attention by the same operations.
+fn use_one_method(sides: &mut [(Config, Data); 2]) {
+    let methods = [0, 1].map(|side| sides[side].0.parallelism.context_parallel_method);
+    for (side, (config, _)) in sides.iter_mut().enumerate() {
+        if methods[side] == ContextMethod::None && methods[1 - side] != ContextMethod::None {
+            config.parallelism.context_parallel_method = ContextMethod::AllGather;
+            let notice = "parallelism.context_parallel_method = all_gather, as the other side has a method";
+            config.notices.push(notice.to_owned());
+        }
+    }
+}
 
 /// Two sides, ready to be compared.
 #[derive(Debug)]
@@ -23,7 +35,8 @@ impl Comparison {
     ///
     /// # Errors
     /// Two sides of different models; an unknown operation, with the known ones.
-    pub fn new(sides: [(Config, Data); 2], steps: u64, fault: Option<&str>) -> Result<Self, Fault> {
+    pub fn new(mut sides: [(Config, Data); 2], steps: u64, fault: Option<&str>) -> Result<Self, Fault> {
+        use_one_method(&mut sides);
         let mut comparison = Self { sides, steps, fault: None };
         let meshes =
             || comparison.sides.iter().filter_map(|(config, _)| config.mesh().ok()).map(|mesh| mesh.to_string());

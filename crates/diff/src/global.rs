@@ -7,17 +7,22 @@
 //! | `Partial` | summed in the balanced tree that reductions take |
 //! | `Varying` | side by side, along a dim of its own in front |
 //!
+//! Tokens that lie in an order of their own before ranks cut them are brought into the order of the sequence.
+//!
 //! On `dp` dim 0 of a value is its samples. There a value is cut into samples, which do not depend on how the batch is
 //! cut. A value without such a dim, such as a loss summed over a micro-batch, stays whole.
 
 use super::program::Program;
 use super::ulps::{Float, Values};
-use super::world::{Held, Record};
-use meshwork_core::{Axis, Coords, Ty};
+use super::world::{Held, Record, TokenPlaces};
+use meshwork_core::{Axis, Coords, Mesh, Ty};
 use meshwork_engine::program::Value;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::{self, Conflict};
 use std::collections::BTreeMap;
+
+/// The dim of tokens.
+pub(super) const SEQ: usize = 1;
 
 /// The part of a step's batch that a piece of a value belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,6 +41,8 @@ pub(super) struct GlobalPiece {
     pub(super) dp: usize,
     pub(super) dims: Vec<usize>,
     pub(super) values: Values,
+    /// The place at which each token of its sequence lay; empty where that is its own number.
+    pub(super) places: Vec<usize>,
 }
 
 /// Two ranks that should hold the same and do not.
@@ -73,11 +80,12 @@ pub(super) fn assemble(
     program: &Program,
     (op, value): (usize, usize),
     records: &[Record],
+    tokens: &TokenPlaces,
 ) -> (BTreeMap<Unit, GlobalPiece>, Option<Replicas>) {
     match records.first().map(|record| &record.values) {
         None => Default::default(),
-        Some(Values::F32(_)) => assemble_of::<f32>(program, (op, value), records),
-        Some(Values::F64(_)) => assemble_of::<f64>(program, (op, value), records),
+        Some(Values::F32(_)) => assemble_of::<f32>(program, (op, value), records, tokens),
+        Some(Values::F64(_)) => assemble_of::<f64>(program, (op, value), records, tokens),
     }
 }
 
@@ -85,7 +93,9 @@ fn assemble_of<T: Float>(
     program: &Program,
     (op, value): (usize, usize),
     records: &[Record],
+    tokens: &TokenPlaces,
 ) -> (BTreeMap<Unit, GlobalPiece>, Option<Replicas>) {
+    let lies_in_order = program.run.lies_in_order((op, value));
     let value = &program.run.ops[op].values[value];
     let (Value { types, shape, .. }, real) = (value, value.real());
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
@@ -117,7 +127,12 @@ fn assemble_of<T: Float>(
             types.cuts(0).filter(|axis| !axis.is_data()).map(|axis| program.run.mesh.degree(axis)).product::<usize>();
         let by_sample = cut_by_sample && shape.first().map(|rows| rows * others) == Some(program.samples);
         let unit = Unit::Micro(first, program.samples);
+        let places = if lies_in_order { places_of(&program.run.mesh, tokens, dp, micro) } else { Vec::new() };
+        let mut ordered = places.is_empty();
         for &(axis, ty) in &axes {
+            if replicated(ty) && !std::mem::replace(&mut ordered, true) {
+                parts.iter_mut().for_each(|part| in_sequence(part, &places));
+            }
             let mut joined: BTreeMap<usize, Vec<RankValue<T>>> = BTreeMap::new();
             for part in parts {
                 let line = program.run.mesh.rank_at(part.coords.with(axis, 0));
@@ -132,21 +147,52 @@ fn assemble_of<T: Float>(
             };
             parts = joined.into_iter().filter_map(&mut join).collect();
         }
-        for part in parts {
+        for mut part in parts {
+            if !ordered {
+                in_sequence(&mut part, &places);
+            }
             let part = cut_off_padding(part, &real);
             let RankValue { dims, values, .. } = part;
+            let places = places.clone();
             if !by_sample {
-                pieces.insert(unit, GlobalPiece { micro, dp, dims, values: T::wrap(values) });
+                pieces.insert(unit, GlobalPiece { micro, dp, dims, values: T::wrap(values), places });
                 continue;
             }
             let each = dims[1..].iter().product::<usize>().max(1);
             for (row, values) in values.chunks(each).enumerate() {
-                let piece = GlobalPiece { micro, dp, dims: dims[1..].to_vec(), values: T::wrap(values.to_vec()) };
+                let (dims, values, places) = (dims[1..].to_vec(), T::wrap(values.to_vec()), places.clone());
+                let piece = GlobalPiece { micro, dp, dims, values, places };
                 pieces.insert(Unit::Sample(first + row as u64), piece);
             }
         }
     }
     (pieces, differ)
+}
+
+/// The place of each token of a sequence that ranks of context parallelism cut in an order of its own; nothing where
+/// tokens lie at their own numbers.
+fn places_of(mesh: &Mesh, tokens: &TokenPlaces, dp: usize, micro: usize) -> Vec<usize> {
+    let runs = (0..mesh.context_degree()).map(|rank| tokens.get(&(dp, micro, rank)));
+    let Some(runs) = runs.collect::<Option<Vec<_>>>() else { return Vec::new() };
+    let tokens: Vec<usize> = runs.into_iter().flatten().cloned().flatten().collect();
+    let mut places = vec![0; tokens.len()];
+    for (place, token) in tokens.into_iter().enumerate() {
+        if let Some(of_token) = places.get_mut(token) {
+            *of_token = place;
+        }
+    }
+    places
+}
+
+/// Brings the rows of dim [`SEQ`] into the order of the sequence.
+fn in_sequence<T: Float>(part: &mut RankValue<T>, places: &[usize]) {
+    if part.dims.get(SEQ) != Some(&places.len()) || places.is_sorted() {
+        return;
+    }
+    let inner: usize = part.dims[SEQ + 1..].iter().product();
+    let rows = part.values.chunks(places.len() * inner);
+    let row = |sample: &[T], place: usize| sample[place * inner..(place + 1) * inner].to_vec();
+    part.values = rows.flat_map(|sample| places.iter().flat_map(|&place| row(sample, place))).collect();
 }
 
 /// Joins the parts of one line of ranks, in rank order.

@@ -12,6 +12,14 @@ pub(super) enum Values {
 }
 
 impl Values {
+    /// Keeps the first `count`.
+    pub(super) fn truncate(&mut self, count: usize) {
+        match self {
+            Self::F32(values) => values.truncate(count),
+            Self::F64(values) => values.truncate(count),
+        }
+    }
+
     /// Rounds each to a type of 16 bits.
     pub(super) fn round_to(&mut self, half: DType) {
         let Self::F32(values) = self else { return };

@@ -3,7 +3,7 @@
 use super::side::{Error, Hook, Key, Side, Site};
 use super::ulps::Values;
 use meshwork_core::comm::thread::Options;
-use meshwork_core::{Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
+use meshwork_core::{Axis, Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Watch};
 use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
@@ -12,6 +12,7 @@ use meshwork_tensor::{ParamId, Shape, Tensor};
 use meshwork_train::RankDevice;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -40,20 +41,34 @@ pub(super) struct Held {
     pub(super) sets: Vec<Vec<f32>>,
 }
 
+/// The tokens at the places of a rank, in runs, by its data-parallel rank, the micro-batch, and its place in context
+/// parallelism.
+pub(super) type TokenPlaces = HashMap<(usize, usize, usize), Vec<Range<usize>>>;
+
 /// All values that the ranks of a run saw in a step.
 #[derive(Debug, Default)]
 pub(super) struct Stepped {
     pub(super) records: HashMap<Key, Vec<Record>>,
     /// Parts of the parameters, by name.
     pub(super) held: HashMap<String, Vec<Held>>,
+    /// The tokens that ranks of context parallelism have.
+    pub(super) tokens: TokenPlaces,
     /// Loss and gradient norm; `None` if the step failed after its last backward pass.
     pub(super) report: Option<Box<StepReport>>,
 }
 
 /// A message of a rank: the values of a step, or that the rank has ended.
 enum Told {
-    Step { rank: usize, records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<Box<StepReport>> },
-    Gone { rank: usize },
+    Step {
+        rank: usize,
+        records: Vec<(Key, Record)>,
+        tokens: TokenPlaces,
+        held: Vec<(String, Held)>,
+        report: Option<Box<StepReport>>,
+    },
+    Gone {
+        rank: usize,
+    },
 }
 
 /// A run under way.
@@ -95,14 +110,15 @@ impl<'scope> Run<'scope> {
         }
         let mut missing: BTreeSet<usize> = (0..self.go.len()).collect();
         while !missing.is_empty() {
-            let (rank, records, held, report) = match self.told.recv().ok()? {
-                Told::Step { rank, records, held, report } => (rank, records, held, report),
+            let (rank, records, tokens, held, report) = match self.told.recv().ok()? {
+                Told::Step { rank, records, tokens, held, report } => (rank, records, tokens, held, report),
                 Told::Gone { rank } if missing.contains(&rank) => return None,
                 // It ended after it had sent everything; the next step will not include it.
                 Told::Gone { .. } => continue,
             };
             missing.remove(&rank);
             records.into_iter().for_each(|(key, record)| stepped.records.entry(key).or_default().push(record));
+            stepped.tokens.extend(tokens);
             held.into_iter().for_each(|(name, held)| stepped.held.entry(name).or_default().push(held));
             stepped.report = stepped.report.or(report);
         }
@@ -158,8 +174,10 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),
         coords: rank.coords(),
+        place: (rank.mesh().data_rank(rank.coords()), rank.group_over(&Axis::CONTEXT).rank()),
         hook: hook.clone(),
         records: Mutex::default(),
+        tokens: Mutex::default(),
     });
     trainer.watch(recorder.clone());
     // The other run computes while this one waits.
@@ -170,13 +188,14 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
         }
         let done = trainer.step(&batch);
         let records = std::mem::take(&mut *recorder.records.lock().unwrap_or_else(PoisonError::into_inner));
+        let tokens = std::mem::take(&mut *recorder.tokens.lock().unwrap_or_else(PoisonError::into_inner));
         let (held, report, failed) = match done {
             Ok(report) => (held(&trainer)?, Some(Box::new(report)), None),
             // Every rank ends with this error, after it has seen all values that led to it.
             Err(error @ (TrainError::NotFinite { .. } | TrainError::Weight { .. })) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
-        teller.tell(Told::Step { rank: teller.rank, records, held, report });
+        teller.tell(Told::Step { rank: teller.rank, records, tokens, held, report });
         if let Some(error) = failed {
             return Err(error);
         }
@@ -213,8 +232,11 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
 struct Recorder {
     rank: usize,
     coords: Coords,
+    /// Its data-parallel rank, and its place in context parallelism.
+    place: (usize, usize),
     hook: Option<Arc<Hook>>,
     records: Mutex<Vec<(Key, Record)>>,
+    tokens: Mutex<TokenPlaces>,
 }
 
 impl Watch for Recorder {
@@ -236,6 +258,10 @@ impl Watch for Recorder {
         };
         let (micro, first_sample, shape) = (at.micro, seen.position.first_sample, tensor.shape());
         let record = Record { rank, coords, micro, first_sample, shape, values };
+        if !seen.tokens.is_empty() {
+            let key = (self.place.0, micro, self.place.1);
+            self.tokens.lock().unwrap_or_else(PoisonError::into_inner).insert(key, seen.tokens.to_vec());
+        }
         let key = (at.stage, seen.number, seen.part, seen.operand);
         self.records.lock().unwrap_or_else(PoisonError::into_inner).push((key, record));
         Ok(replaced)
@@ -257,7 +283,13 @@ mod tests {
     fn a_rank_that_is_gone_is_not_waited_for() {
         std::thread::scope(|scope| {
             let (tell, told) = channel();
-            let step = |rank| Told::Step { rank, records: Vec::new(), held: Vec::new(), report: None };
+            let step = |rank| Told::Step {
+                rank,
+                records: Vec::new(),
+                tokens: TokenPlaces::default(),
+                held: Vec::new(),
+                report: None,
+            };
             let gone = |rank| Told::Gone { rank };
             let mut world =
                 Run { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };

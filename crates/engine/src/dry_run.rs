@@ -66,7 +66,7 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
     let mut partition = vec![1; model.num_layers() + 2];
     (partition[0], partition[model.num_layers() + 1]) = (0, 0);
     Ok(Plan {
-        mesh: Mesh::of_degrees([1; Axis::COUNT])?,
+        mesh: Mesh::of_degrees([1; Axis::NAMED.len()])?,
         schedule: ScheduleSpec::Named {
             generator: Generator::BreadthFirst,
             virtual_stages: Some(partition.len()),

@@ -39,7 +39,7 @@ pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> R
 /// The same with stages that are cut, on micro-batches like `micro`.
 pub(crate) fn compare(plan: &ModelPlan, world_rank: usize, micro: &Batch, mode: Mode, verify: Verify) -> Result<()> {
     let here = Whole::new(plan, plan.whole_model()?, world_rank, micro, mode)?;
-    require_used(&here, plan.mesh(), Axis::Cp)?;
+    require_used(&here, plan.mesh())?;
     if plan.mesh().world_size() == 1 || verify == Verify::Off {
         return Ok(());
     }
@@ -69,15 +69,17 @@ pub(crate) fn compare(plan: &ModelPlan, world_rank: usize, micro: &Batch, mode: 
     }
 }
 
-/// Refuses an axis over which nothing is cut: no parameter, no value, and no gradient.
-fn require_used(here: &Whole, mesh: &Mesh, axis: Axis) -> Result<(), PlanError> {
-    let degree = mesh.degree(axis);
-    let cuts = |types: Types| !matches!(types.get(axis), None | Some(Ty::Invariant | Ty::Replicate));
-    let params = here.declarations.specs().iter().any(|spec| spec.placement.shards().iter().any(|cut| cut.0 == axis));
-    let mut values = here.program.ops.iter().flat_map(|op| &op.values);
-    match degree == 1 || params || values.any(|value| cuts(value.types)) {
+/// Refuses ranks of context parallelism over which nothing is cut: no parameter, no value, and no gradient.
+fn require_used(here: &Whole, mesh: &Mesh) -> Result<(), PlanError> {
+    let used = |axis: Axis| {
+        let cuts = |types: Types| !matches!(types.get(axis), None | Some(Ty::Invariant | Ty::Replicate));
+        let specs = here.declarations.specs();
+        let params = specs.iter().any(|spec| spec.placement.shards().iter().any(|cut| cut.0 == axis));
+        params || here.program.ops.iter().flat_map(|op| &op.values).any(|value| cuts(value.types))
+    };
+    match Axis::CONTEXT.into_iter().all(|axis| mesh.degree(axis) == 1 || used(axis)) {
         true => Ok(()),
-        false => Err(PlanError::UnusedAxis { axis, degree }),
+        false => Err(PlanError::UnusedAxis { axis: Axis::Cp, degree: mesh.context_degree() }),
     }
 }
 

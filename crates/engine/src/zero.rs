@@ -226,7 +226,7 @@ impl ZeroGroups {
     pub fn new(rank: &Rank, zero: Zero) -> Result<Self, CommError> {
         let (mesh, own) = (rank.mesh(), rank.world_rank());
         let mut groups = BTreeMap::new();
-        let batch = Zero::batch_axes(&Axis::ALL);
+        let batch = Zero::batch_axes(&mesh.axes().collect::<Vec<_>>());
         for set in 1..1 << batch.len() {
             let axes: Vec<Axis> = (0..batch.len()).filter(|at| set >> at & 1 == 1).map(|at| batch[at]).collect();
             let all = rank.group_over(&axes);

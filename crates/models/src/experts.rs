@@ -149,25 +149,25 @@ impl FeedForward {
 
     /// `x + block(norm(x))`, of tokens that lie as in `sequences`.
     pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
-        let region = sequences.region;
+        let Sequences { region, block, .. } = sequences;
         match self {
-            // A mask of dropout is drawn for a whole value.
-            Self::Dense(mlp) if sequences.block > 0 && dropout == 0.0 => {
+            Self::Dense(mlp) if block > 0 => {
                 let (mlp, norm) = (mlp.clone(), norm.clone());
-                x.in_blocks(sequences.block, move |tape, x| {
-                    mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), 0.0)
-                })
+                x.in_blocks(block, move |tape, x| mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout))
             }
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
                 let normed = norm.forward(tape, x)?;
-                let x = match shared {
+                let x = match shared.clone() {
+                    Some(shared) if block > 0 => tape.in_blocks(&[&normed, x], block, move |tape, parts, _| {
+                        shared.forward(tape, &parts[0], region, Some(&parts[1]), dropout)
+                    })?,
                     Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,
                     None => x.clone(),
                 };
                 let natural = Order::default();
                 let order = sequences.context.map_or(&natural, |context| context.order());
-                let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens) };
+                let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens), block };
                 x.add(&layer.forward_laid(tape, &normed, laid)?.dropout(dropout, name)?)
             }
         }

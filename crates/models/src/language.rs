@@ -164,7 +164,7 @@ impl LanguageSpec {
     /// The same with the sequence cut over cp, or not.
     #[must_use]
     pub fn context_parallel(self, context: Option<ContextParallel>) -> Self {
-        Self { region: self.region.with(Axis::Cp, context.is_some()), context, ..self }
+        Self { region: self.region.with(Axis::CONTEXT, context.is_some()), context, ..self }
     }
 
     /// The hidden state that travels between stages.

@@ -38,6 +38,8 @@ pub struct Laid<'a> {
     /// The tokens of a sequence, if they are fewer than its places. Those behind them no expert takes and no loss
     /// counts.
     pub tokens: Option<usize>,
+    /// Tokens of a sequence that experts take at a time ([`Tape::in_blocks`]); 0: all.
+    pub block: usize,
 }
 
 impl MoeLayer {
@@ -60,7 +62,7 @@ impl MoeLayer {
     /// as a stored operand of products. The residual and shared experts, which are ordinary blocks beside these, are
     /// the caller's to add.
     pub fn forward(&self, tape: &Tape, normed: &Var) -> Result<Var> {
-        self.forward_laid(tape, normed, Laid { order: &Order::default(), tokens: None })
+        self.forward_laid(tape, normed, Laid { order: &Order::default(), tokens: None, block: 0 })
     }
 
     /// The same of tokens that lie in an order of their own before axes cut them.
@@ -69,12 +71,15 @@ impl MoeLayer {
         let stays = |axis: &Axis| *axis != Axis::Tp && (!canonical || self.axes.contains(axis));
         let (kept, gathered): (Vec<Axis>, Vec<Axis>) = normed.types().cuts(SEQ).partition(stays);
         let (kept, gathered) = (Axes::from(&kept[..]), Axes::from(&gathered[..]));
-        let x = over(normed, gathered)?; // [b, places here, hidden]
+        // A cut that is gathered may be outside of one that stays: both are gathered then, and this one is cut again.
+        let outside = gathered.last() > kept.first() && !kept.is_empty();
+        let cut: Axes = normed.types().cuts(SEQ).collect();
+        let x = if outside { over(normed, cut)?.split(kept, SEQ)? } else { over(normed, gathered)? }; // [b, places here, hidden]
         let places = x.shape()[SEQ];
         let y = if kept.is_empty() {
             let x = laid.in_sequence(&x)?;
             let routed = self.router.route(tape, &x, Ok)?;
-            laid.at_places(&self.mix(tape, &x, routed)?, places)?
+            laid.at_places(&self.mix(tape, &x, routed, laid.block)?, places)?
         } else {
             let whole = |x: &Var| laid.in_sequence(&over(x, kept)?);
             // The noise of the router is drawn for tokens of whole sequences.
@@ -82,17 +87,33 @@ impl MoeLayer {
                 true => self.router.route(tape, &whole(&x)?, Ok)?,
                 false => self.router.route(tape, &x, |logits| whole(&logits))?,
             };
-            self.mix(tape, &x, laid.here(routed, kept, places)?)?
+            self.mix(tape, &x, laid.here(routed, kept, places)?, laid.block)?
         };
-        if gathered.is_empty() { Ok(y) } else { y.split(gathered, SEQ) }
+        match outside {
+            true => over(&y, kept)?.split(cut, SEQ),
+            false if gathered.is_empty() => Ok(y),
+            false => y.split(gathered, SEQ),
+        }
     }
 
-    /// The weighted results of the experts of `x [b, s, hidden]`.
-    fn mix(&self, tape: &Tape, x: &Var, routed: Routed) -> Result<Var> {
-        let dispatch = Dispatch::new(tape, &routed.chosen, self.axes)?;
-        // rows [rows, hidden] by expert, a chunk of the samples at a time
-        let results = dispatch.through(x, |rows, groups| self.experts.forward(tape, rows, groups))?;
-        dispatch.combine(&results, &routed.weights) // [b, s, hidden]
+    /// The weighted results of the experts of `x [b, s, hidden]`, for `block` tokens of a sequence at a time.
+    fn mix(&self, tape: &Tape, x: &Var, Routed { chosen, weights }: Routed, block: usize) -> Result<Var> {
+        let (axes, experts) = (self.axes, Arc::clone(&self.experts));
+        let of_tokens = move |tape: &Tape, x: &Var, weights: &Var, chosen: &Chosen| {
+            let dispatch = Dispatch::new(tape, chosen, axes)?;
+            // rows [rows, hidden] by expert, a chunk of the samples at a time
+            let results = dispatch.through(x, |rows, groups| experts.forward(tape, rows, groups))?;
+            dispatch.combine(&results, weights) // [b, s, hidden]
+        };
+        if block == 0 {
+            return of_tokens(tape, x, &weights, &chosen);
+        }
+        tape.in_blocks(&[x, &weights.clone()], block, move |tape, parts, block| {
+            let seq = chosen.experts.shape()[SEQ].max(1);
+            let capacity = chosen.capacity.map(|capacity| (capacity * block.tokens()).div_ceil(seq));
+            let chosen = Chosen { experts: block.of(&chosen.experts)?, capacity, ..chosen.clone() };
+            of_tokens(tape, &parts[0], &parts[1], &chosen)
+        })
     }
 }
 

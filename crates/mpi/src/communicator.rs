@@ -81,6 +81,13 @@ impl Communicator for MpiComm {
     fn start(&self, call: Call) -> Result<Pending, CommError> {
         let kind = call.op.kind();
         call.check(self.rank(), self.size()).map_err(|error| error.on(self, kind))?;
+        // Before the call counts, so that ranks still agree on the next operation.
+        let unreachable = call.input.iter().chain(&call.output).find_map(|buffer| buffer.as_bytes().err());
+        if let Some(error) = unreachable {
+            let (group, world_rank) = (self.name().to_owned(), self.group.ranks[self.group.member]);
+            let message = format!("{error}, and MPI reaches no other: copy it there, or let the ranks be threads");
+            return Err(CommError::Backend { op: kind, group, world_rank, message });
+        }
         let (key, site) = self.member.endpoint.start(&self.group, call)?;
         Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
     }
@@ -124,5 +131,39 @@ impl Drop for Flying {
         if !self.taken {
             self.member.endpoint.detach(self.key);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Options, Runtime};
+    use meshwork_core::{DType, Memory, ReduceOp};
+
+    #[derive(Debug)]
+    struct OfADevice;
+
+    impl Memory for OfADevice {
+        fn bytes(&self) -> usize {
+            16
+        }
+    }
+
+    /// It is refused before it counts, with what would be valid.
+    #[test]
+    fn memory_that_is_not_on_the_host_is_refused_with_the_reason() {
+        let runtime = Runtime::of_one_process(Options { ranks_per_process: 2, ..Options::default() }).unwrap();
+        let ended = runtime.world().run(|world| {
+            let buffer = Buffer::from_memory(Arc::new(OfADevice), DType::F32, 4)?;
+            let error = world.all_reduce(buffer, ReduceOp::Sum).unwrap_err();
+            let rank = world.rank();
+            let expected = format!(
+                "all_reduce on the world group of world rank {rank}: the memory of this buffer (4 of f32) is not on \
+                 the host, and MPI reaches no other: copy it there, or let the ranks be threads"
+            );
+            assert_eq!(error.to_string(), expected);
+            world.barrier()
+        });
+        ended.unwrap();
     }
 }

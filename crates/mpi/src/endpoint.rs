@@ -16,9 +16,10 @@ use meshwork_core::hash::{combine, hash};
 use meshwork_core::pool::yield_core;
 use meshwork_core::{Buffer, Call, CommError, DType, Op};
 
+use crate::cells::Cells;
 use crate::flight::{Flight, Outgoing, Place};
 use crate::ground::{Claim, Ground};
-use crate::judge::{Bench, To};
+use crate::judge::{Bench, SILENCE, To};
 use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
 use crate::pause::Pause;
 use crate::port::{Hosts, Inbox, Landing, Port, Station};
@@ -53,6 +54,8 @@ pub(crate) struct Endpoint {
     pub(crate) name: Arc<str>,
     pub(crate) ranks: Arc<[usize]>,
     hosts: Hosts,
+    /// Of all ranks, and of the two of a message.
+    cells: [Arc<Cells>; 2],
     pub(crate) origin: Instant,
     patience: Patience,
     /// Grows as long as the rank makes progress.
@@ -67,16 +70,16 @@ struct State {
     /// Messages of operations that this rank has not started.
     early: HashMap<Key, Vec<Early>>,
     /// Messages that wait for memory, or for earlier lanes.
-    later: Vec<(Key, usize, usize, usize, Body)>,
+    later: Vec<(Key, usize, usize, Body)>,
     /// What large messages are for, by number.
-    landings: HashMap<u64, (Key, usize, usize, usize)>,
+    landings: HashMap<u64, (Key, usize, usize)>,
     landed: u64,
     scratch: Vec<Ground>,
     /// The names of groups that were split.
     group_names: HashMap<u64, Arc<str>>,
     splits: HashMap<(u64, u64), Part>,
-    /// Parts that others named before this rank came to the split.
-    early_splits: HashMap<(u64, u64), Vec<(usize, Part)>>,
+    /// The hashes of parts that others named before this rank came to the split.
+    early_splits: HashMap<(u64, u64), Vec<(usize, u64)>>,
     waits: Vec<Wait>,
     waited: u64,
     last: Option<Site>,
@@ -100,7 +103,7 @@ struct State {
 /// The part of a split that a rank named: its name and world ranks.
 type Part = (String, Vec<usize>);
 
-/// A message of an operation that has not started: the member that sent it, stage and lane, what it does, the bytes.
+/// A message of an operation that has not started: the rank that sent it, the unit, what it does, the bytes.
 type Early = (usize, u32, Option<Info>, Body);
 
 /// What this rank has started in a group.
@@ -129,6 +132,7 @@ pub(crate) struct GroupOf {
     /// World ranks.
     pub(crate) ranks: Arc<[usize]>,
     pub(crate) member: usize,
+    cells: Arc<Cells>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -150,6 +154,7 @@ impl Endpoint {
         patience: Patience,
         origin: Instant,
     ) -> Arc<Endpoint> {
+        let all = Cells::new((0..hosts.ranks).map(|rank| hosts.process_of(rank)));
         let endpoint = Arc::new(Endpoint {
             port: port.clone(),
             inbox: Arc::default(),
@@ -158,6 +163,7 @@ impl Endpoint {
             name: name.into(),
             ranks: (0..hosts.ranks).collect(),
             hosts: hosts.clone(),
+            cells: [Arc::new(all), Arc::new(Cells::new([0, 1]))],
             origin,
             patience,
             beats: AtomicU64::new(0),
@@ -177,7 +183,8 @@ impl Endpoint {
 
     /// The group of all ranks.
     pub(crate) fn world_group(&self) -> GroupOf {
-        GroupOf { id: WORLD, name: self.name.clone(), ranks: self.ranks.clone(), member: self.rank }
+        let (name, ranks, cells) = (self.name.clone(), self.ranks.clone(), self.cells[0].clone());
+        GroupOf { id: WORLD, name, ranks, member: self.rank, cells }
     }
 
     fn send(&self, to: usize, what: What, bytes: &Bytes) {
@@ -207,9 +214,11 @@ impl Endpoint {
             Op::Recv { from, .. } => Some(((group.ranks[from], self.rank), 1)),
             _ => None,
         };
-        let (seq, ranks, me) = match message {
-            Some((pair, me)) => (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), me),
-            None => (next(&mut counts.collectives), group.ranks.clone(), group.member),
+        let (seq, ranks, place) = match message {
+            Some((pair, me)) => {
+                (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), (me, self.cells[1].clone()))
+            }
+            None => (next(&mut counts.collectives), group.ranks.clone(), (group.member, group.cells.clone())),
         };
         let key = Key { group: group.id, message: message.map(|(pair, _)| pair), seq };
         let site =
@@ -218,23 +227,22 @@ impl Endpoint {
         if let Some((fault, _)) = &state.fault {
             return Err(CommError::Stopped { site, fault: fault.clone() });
         }
-        let mut flight = Flight::new(key, site.clone(), info, ranks, me, call)?;
-        let first = flight.begin();
-        self.ship(&flight, first);
+        let mut flight = Flight::new(key, site.clone(), info, ranks, place, call)?;
+        let first = flight.begin(&mut |bytes| scratch_of(&mut state.scratch, bytes));
+        self.ship(&mut flight, first);
         state.flights.insert(key, flight);
-        for (from, place, info, body) in state.early.remove(&key).unwrap_or_default() {
-            self.part(&mut state, from, key, place, info, body);
+        for (from, unit, info, body) in state.early.remove(&key).unwrap_or_default() {
+            self.part(&mut state, from, key, unit, info, body);
         }
         self.go_on(&mut state);
         Ok((key, site))
     }
 
     /// Sends messages of an operation. The first one to each member says what it is.
-    fn ship(&self, flight: &Flight, messages: Vec<Outgoing>) {
-        for Outgoing { stage, lane, to, bytes } in messages {
-            let place = (2 * lane + stage) as u32;
-            let info = (place == 0).then(|| flight.info_for(to));
-            self.send(flight.ranks[to], What::Part { key: flight.key, place, info }, &bytes);
+    fn ship(&self, flight: &mut Flight, messages: Vec<Outgoing>) {
+        for Outgoing { unit, to, bytes } in messages {
+            let info = flight.info_for(to);
+            self.send(flight.ranks[to], What::Part { key: flight.key, unit: unit as u32, info }, &bytes);
         }
     }
 
@@ -257,22 +265,24 @@ impl Endpoint {
 
     fn packet(&self, state: &mut State, from: usize, what: What, body: Body) {
         match what {
-            What::Part { key, place, info } => {
+            What::Part { key, unit, info } => {
                 if state.fault.is_some() {
                     self.port.discard(body);
                 } else if state.flights.contains_key(&key) {
-                    self.part(state, from, key, place, info, body);
+                    self.part(state, from, key, unit, info, body);
                 } else {
-                    state.early.entry(key).or_default().push((from, place, info, body));
+                    state.early.entry(key).or_default().push((from, unit, info, body));
                 }
             }
-            What::Split { parent, seq, name, ranks } => match state.splits.get(&(parent, seq)) {
-                Some((group, own)) => {
-                    let (group, own) = (group.clone(), own.clone());
-                    self.compare_parts(state, (parent, seq), &group, &own, (from, &(name, ranks)));
-                }
-                None => state.early_splits.entry((parent, seq)).or_default().push((from, (name, ranks))),
+            What::Split { parent, seq, part } => match state.splits.contains_key(&(parent, seq)) {
+                true => self.compare_parts(state, (parent, seq), (from, part)),
+                false => state.early_splits.entry((parent, seq)).or_default().push((from, part)),
             },
+            What::Named { parent, seq, name, ranks } => {
+                if let Some(own) = state.splits.get(&(parent, seq)).cloned() {
+                    self.parts_differ(state, (parent, seq), own, (from, (name, ranks)));
+                }
+            }
             What::Tell(told) => {
                 self.hear_of_forks(state, from, &told);
                 if state.bench.is_none() {
@@ -285,7 +295,7 @@ impl Endpoint {
     }
 
     /// A message of an operation that this rank has started.
-    fn part(&self, state: &mut State, from: usize, key: Key, place: u32, info: Option<Info>, body: Body) {
+    fn part(&self, state: &mut State, from: usize, key: Key, unit: u32, info: Option<Info>, body: Body) {
         let State { flights, scratch, later, landings, landed, .. } = state;
         let Some(flight) = flights.get_mut(&key) else { return };
         let Some(member) = flight.ranks.iter().position(|&rank| rank == from) else { return };
@@ -294,18 +304,18 @@ impl Endpoint {
             self.port.discard(body);
             return self.found(state, kind, site);
         }
-        let (stage, lane, bytes) = (place as usize % 2, place as usize / 2, body.len());
+        let (unit, bytes) = (unit as usize, body.len());
         let far = match &body {
             Body::Far { process, tag, .. } => Some((*process, *tag)),
             _ => None,
         };
-        match flight.arrive(stage, lane, member, body, |bytes| scratch_of(scratch, bytes)) {
+        match flight.arrive(unit, member, body, &mut |bytes| scratch_of(scratch, bytes)) {
             Place::Taken => {}
-            Place::Later(body) => later.push((key, stage, lane, member, body)),
+            Place::Later(body) => later.push((key, unit, member, body)),
             Place::Receive(claim) => {
                 let Some((process, tag)) = far else { return };
                 *landed += 1;
-                landings.insert(*landed, (key, stage, lane, member));
+                landings.insert(*landed, (key, unit, member));
                 self.port.receive(process, tag, claim, Landing::Rank(self.inbox.clone(), *landed));
             }
             Place::Wrong => {
@@ -319,24 +329,25 @@ impl Endpoint {
     }
 
     fn landed(&self, state: &mut State, number: u64, claim: Claim) {
-        let Some((key, stage, lane, member)) = state.landings.remove(&number) else { return };
+        let Some((key, unit, member)) = state.landings.remove(&number) else { return };
         if let Some(flight) = state.flights.get_mut(&key) {
-            flight.landed(stage, lane, member, claim);
+            flight.landed(unit, member, claim);
         }
     }
 
     /// Does what the operations under way can do now.
     fn go_on(&self, state: &mut State) {
-        for (key, stage, lane, member, body) in std::mem::take(&mut state.later) {
+        for (key, unit, member, body) in std::mem::take(&mut state.later) {
             let Some(flight) = state.flights.get(&key) else {
                 self.port.discard(body);
                 continue;
             };
-            let (from, place) = (flight.ranks[member], (2 * lane + stage) as u32);
-            self.part(state, from, key, place, None, body);
+            let from = flight.ranks[member];
+            self.part(state, from, key, unit as u32, None, body);
         }
-        for flight in state.flights.values_mut() {
-            let messages = flight.go_on();
+        let State { flights, scratch, .. } = state;
+        for flight in flights.values_mut() {
+            let messages = flight.go_on(&mut |bytes| scratch_of(scratch, bytes));
             self.ship(flight, messages);
         }
         state.flights.retain(|_, flight| !(flight.detached && flight.is_done()));
@@ -377,10 +388,13 @@ impl Endpoint {
     fn hear_judge(&self, state: &mut State, from: usize, said: Judge) {
         (state.heard, state.asked) = (Some(Instant::now()), None);
         let told = match said {
+            // It hears of the fault that this rank has found, and not of an effect first.
+            Judge::Ask { .. } if state.found => return,
             Judge::Hears => return,
             Judge::Ask { asked, key } => Tell::Answer {
                 asked,
                 posted: state.has_started(key),
+                lacks: state.flights.get(&key).map_or_else(Vec::new, Flight::lacks),
                 waits: state.waits.last().map(|wait| wait.number),
                 ended: state.ended.is_some(),
                 beats: self.beats.load(Ordering::Relaxed),
@@ -498,7 +512,7 @@ impl Endpoint {
     /// Asks the judge from time to time whether it is there. One that does not answer for the timeout is lost, and the
     /// next rank judges.
     fn mind_judge(&self, state: &mut State) {
-        let Some(timeout) = self.patience.answer else { return };
+        let Some(timeout) = self.patience.answer.map(|timeout| timeout.max(SILENCE)) else { return };
         let now = Instant::now();
         let judge = state.judge(self);
         if judge == self.rank {
@@ -561,36 +575,35 @@ impl Endpoint {
         let leader = part.1[0];
         let told: Vec<usize> = if leader == self.rank { part.1[1..].to_vec() } else { vec![leader] };
         for rank in told {
-            let (name, ranks) = part.clone();
-            self.send(rank, What::Split { parent: parent.id, seq, name, ranks }, &Bytes::None);
+            self.send(rank, What::Split { parent: parent.id, seq, part: hash_of(&part) }, &Bytes::None);
         }
-        for (from, theirs) in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
-            self.compare_parts(&mut state, (parent.id, seq), &part.0, &part.1, (from, &theirs));
+        for theirs in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
+            self.compare_parts(&mut state, (parent.id, seq), theirs);
         }
         let (name, ranks) = part;
         let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
         let id = combine(combine(parent.id, seq), hash(&bytes));
         let member = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
-        Ok(GroupOf { id, name: name.into(), ranks: ranks.into(), member })
+        let cells = Arc::new(Cells::new(ranks.iter().map(|&rank| self.hosts.process_of(rank))));
+        Ok(GroupOf { id, name: name.into(), ranks: ranks.into(), member, cells })
     }
 
     fn split_site(&self, group: &Arc<str>, group_id: u64, seq: u64) -> Site {
         Site { group: group.clone(), group_id, world_rank: self.rank, seq, op: None }
     }
 
-    fn compare_parts(
-        &self,
-        state: &mut State,
-        (parent, seq): (u64, u64),
-        name: &str,
-        ranks: &[usize],
-        (from, theirs): (usize, &Part),
-    ) {
-        if name == theirs.0 && ranks == theirs.1 {
-            return;
+    /// Tells a rank that named another part of a split what this one named: that rank tells the judge.
+    fn compare_parts(&self, state: &mut State, (parent, seq): (u64, u64), (from, theirs): (usize, u64)) {
+        let Some(own) = state.splits.get(&(parent, seq)) else { return };
+        if hash_of(own) != theirs {
+            let (name, ranks) = own.clone();
+            state.found = true;
+            self.send(from, What::Named { parent, seq, name, ranks }, &Bytes::None);
         }
-        let mine = (self.rank, name.to_owned(), ranks.to_vec());
-        let theirs = (from, theirs.0.clone(), theirs.1.clone());
+    }
+
+    fn parts_differ(&self, state: &mut State, (parent, seq): (u64, u64), own: Part, (from, theirs): (usize, Part)) {
+        let (mine, theirs) = ((self.rank, own.0, own.1), (from, theirs.0, theirs.1));
         let (first, second) = if mine.0 < theirs.0 { (mine, theirs) } else { (theirs, mine) };
         let group = state.group_names.get(&parent).cloned().unwrap_or_else(|| self.name.clone());
         let site = Some(self.split_site(&group, parent, seq));
@@ -668,7 +681,7 @@ impl Endpoint {
             if begun.elapsed() >= PATIENCE && state.over.is_none() {
                 self.mind_judge(&mut state);
             }
-            let patience = self.patience.progress.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
+            let patience = self.patience.progress.unwrap_or(Duration::MAX).max(SILENCE).saturating_add(2 * AGAIN);
             let gave_up = state.fault.as_ref().is_some_and(|(_, at)| begun.max(*at).elapsed() >= patience);
             match &state.over {
                 Some(Some(ended)) => return ended.clone(),
@@ -714,6 +727,11 @@ fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
     let what = What::Tell(Tell::Missing { rank, how: how.clone() });
     let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
     lock(&fork.inbox).push_back(Arrival::Packet(Box::new(head), Body::Here(Vec::new(), 0)));
+}
+
+fn hash_of((name, ranks): &Part) -> u64 {
+    let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
+    combine(hash(name.as_bytes()), hash(&bytes))
 }
 
 fn disagreement(a: (usize, OpInfo), b: (usize, OpInfo)) -> FaultKind {

@@ -1,15 +1,17 @@
 //! An operation of one rank under way: what it has sent, what has arrived, and its memory.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use meshwork_core::comm::thread::reduce_parts;
+use meshwork_core::comm::thread::{Part, reduce_parts};
 use meshwork_core::comm::{OpInfo, Peer, Site};
 use meshwork_core::{Buffer, BufferError, Call, DType, OpKind};
 
+use crate::cells::{Cells, Nodes, element_of};
 use crate::ground::{Claim, Ground};
 use crate::packet::{Body, Bytes, Info, Key};
-use crate::plan::{Dest, Plan};
+use crate::plan::{Dest, Plan, Source, Step, Then};
 
 /// Lanes of a reduction whose parts may arrive at the same time: the others wait at their senders.
 const WINDOW: usize = 4;
@@ -19,53 +21,44 @@ pub(crate) struct Flight {
     pub(crate) key: Key,
     pub(crate) site: Site,
     pub(crate) info: OpInfo,
-    pub(crate) plan: Plan,
+    plan: Plan,
     /// World ranks of the members.
     pub(crate) ranks: Arc<[usize]>,
     dtype: DType,
     input: Option<Arc<Buffer>>,
     output: Option<Ground>,
-    lanes: Vec<Lane>,
-    /// Lanes before this one have been added up.
-    summed: usize,
-    /// Messages that have not arrived, from each member.
-    expected: Vec<usize>,
-    heard: Vec<bool>,
+    units: Vec<Unit>,
+    /// Units that are not over.
+    open: Vec<usize>,
+    /// The sums that this member has not taken, by lane, and the first lane that has any.
+    sums: Vec<usize>,
+    summing: usize,
+    /// Members to whom it has said what it does, and who have said it.
+    told: BTreeSet<usize>,
+    heard: BTreeSet<usize>,
     /// Whether nobody will wait for it.
     pub(crate) detached: bool,
 }
 
-#[derive(Default)]
-struct Lane {
-    /// The parts of a sum, by member.
-    parts: Vec<Option<Part>>,
-    /// Messages that have not arrived, in each stage.
-    expected: [usize; 2],
-    /// Whether the sum has been taken, if one is.
-    summed: bool,
-    /// Whether the messages of the second stage have been sent.
-    passed: bool,
-}
-
-/// The bytes of one member's part of a sum.
-pub(crate) enum Part {
-    Body(Body),
-    Landed(Claim),
-}
-
-impl Part {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Part::Body(body) => body.bytes().unwrap_or_default(),
-            Part::Landed(claim) => claim,
-        }
-    }
+/// A unit of the plan under way.
+struct Unit {
+    steps: Vec<Step>,
+    /// The step that it is in, and whether its messages have been sent.
+    at: usize,
+    sent: bool,
+    /// What arrives in all steps, by member: the step, and what to do with it; taken once it has arrived.
+    awaited: Vec<(usize, usize, Option<Dest>)>,
+    /// Messages that have not arrived, in each step.
+    missing: Vec<usize>,
+    /// Sums of nodes that have arrived, by the step in which they are added up.
+    parts: Vec<(usize, Nodes, Body)>,
+    /// What this member has added up.
+    joined: Option<(Nodes, Bytes)>,
 }
 
 /// A message that is sent.
 pub(crate) struct Outgoing {
-    pub(crate) stage: usize,
-    pub(crate) lane: usize,
+    pub(crate) unit: usize,
     pub(crate) to: usize,
     pub(crate) bytes: Bytes,
 }
@@ -82,92 +75,116 @@ pub(crate) enum Place {
     Wrong,
 }
 
+impl Unit {
+    fn new(steps: Vec<Step>) -> Unit {
+        let missing = steps.iter().map(|step| step.receives.len()).collect();
+        let mut unit =
+            Unit { at: 0, sent: false, awaited: Vec::new(), missing, parts: Vec::new(), joined: None, steps };
+        for (at, step) in unit.steps.iter_mut().enumerate() {
+            unit.awaited.extend(step.receives.drain(..).map(|(from, dest)| (from, at, Some(dest))));
+        }
+        unit.awaited.sort_unstable_by_key(|(from, ..)| *from);
+        unit
+    }
+
+    /// What to do with the message of a member. A member sends at most one.
+    fn from(&mut self, from: usize) -> Option<(usize, &mut Option<Dest>)> {
+        let at = self.awaited.binary_search_by_key(&from, |(from, ..)| *from).ok()?;
+        let (_, step, dest) = &mut self.awaited[at];
+        Some((*step, dest))
+    }
+}
+
 impl Flight {
     pub(crate) fn new(
         key: Key,
         site: Site,
         info: OpInfo,
         ranks: Arc<[usize]>,
-        me: usize,
+        (me, cells): (usize, Arc<Cells>),
         call: Call,
     ) -> Result<Flight, BufferError> {
-        let plan = Plan::new(&call, me, ranks.len());
+        let plan = Plan::new(&call, me, cells);
         let dtype = info.dtype.unwrap_or(DType::U8);
         let input = call.input.map(|input| input.as_bytes().map(drop).map(|()| Arc::new(input))).transpose()?;
         let output = call.output.map(Ground::new).transpose()?;
-        let mut expected = vec![0; plan.members];
-        let mut lanes = Vec::with_capacity(plan.lanes);
-        for number in 0..plan.lanes {
-            let mut lane = Lane { summed: plan.reduce.is_none(), ..Lane::default() };
-            for (stage, count) in lane.expected.iter_mut().enumerate() {
-                for from in plan.others().filter(|&from| plan.receives(stage, number, from).is_some()) {
-                    *count += 1;
-                    expected[from] += 1;
+        let units: Vec<Unit> = (0..plan.units()).map(|unit| Unit::new(plan.steps(unit))).collect();
+        let mut sums = vec![0; units.len().checked_sub(1).map_or(0, |last| plan.lane_of(last) + 1)];
+        for (number, unit) in units.iter().enumerate() {
+            sums[plan.lane_of(number)] += unit.steps.iter().filter(|step| step.then != Then::Nothing).count();
+        }
+        let (open, summing, detached) = (plan.order().collect(), 0, false);
+        let (told, heard) = (BTreeSet::new(), BTreeSet::new());
+        Ok(Flight {
+            key,
+            site,
+            info,
+            plan,
+            ranks,
+            dtype,
+            input,
+            output,
+            units,
+            open,
+            sums,
+            summing,
+            told,
+            heard,
+            detached,
+        })
+    }
+
+    /// The bytes that are sent; `None` while they are in use.
+    fn bytes(&self, unit: usize, source: &Source) -> Option<Bytes> {
+        let output = |range: &Range<usize>| match range.is_empty() {
+            true => Some(Bytes::None),
+            false => Some(Bytes::Claim(Arc::new(self.output.as_ref()?.claim(range.clone())?))),
+        };
+        match (source, &self.input) {
+            (Source::Nothing, _) => Some(Bytes::None),
+            (Source::Input(range), _) if range.is_empty() => Some(Bytes::None),
+            (Source::Input(range), Some(input)) => Some(Bytes::Input(input.clone(), range.start, range.end)),
+            (Source::Input(range) | Source::Output(range), _) => output(range),
+            (Source::Outputs(ranges), _) if ranges.len() == 1 => output(&ranges[0]),
+            (Source::Outputs(ranges), _) => {
+                let mut copy = Vec::new();
+                for range in ranges {
+                    copy.extend_from_slice(output(range)?.as_ref());
                 }
+                Some(Bytes::of(copy))
             }
-            if plan.reduce.is_some() {
-                lane.parts.resize_with(plan.members, || None);
-            }
-            lanes.push(lane);
+            (Source::Sums, _) => self.units[unit].joined.as_ref().map(|(_, bytes)| bytes.clone()),
         }
-        let heard = expected.iter().map(|&count| count == 0).collect();
-        let (summed, detached) = (0, false);
-        Ok(Flight { key, site, info, plan, ranks, dtype, input, output, lanes, summed, expected, heard, detached })
-    }
-
-    /// The bytes of a range that is sent in a stage; `None` while the range is in use.
-    fn source(&self, stage: usize, range: Range<usize>) -> Option<Bytes> {
-        match &self.input {
-            _ if range.is_empty() => Some(Bytes::None),
-            Some(input) if stage == 0 => Some(Bytes::Input(input.clone(), range.start, range.end)),
-            _ => Some(Bytes::Claim(Arc::new(self.output.as_ref()?.claim(range)?))),
-        }
-    }
-
-    /// The messages of a stage of a lane; `None` while its memory is in use.
-    fn outgoing(&self, stage: usize, lane: usize) -> Option<Vec<Outgoing>> {
-        let (mut messages, mut last): (Vec<Outgoing>, Option<(Range<usize>, Bytes)>) = (Vec::new(), None);
-        for to in self.plan.others() {
-            let Some(range) = self.plan.sends(stage, lane, to) else { continue };
-            // The same bytes for several members are one claim.
-            let bytes = match last {
-                Some((before, bytes)) if before == range => bytes,
-                _ => self.source(stage, range.clone())?,
-            };
-            last = Some((range, bytes.clone()));
-            messages.push(Outgoing { stage, lane, to, bytes });
-        }
-        Some(messages)
     }
 
     /// Starts the operation: what it sends first.
-    pub(crate) fn begin(&mut self) -> Vec<Outgoing> {
+    pub(crate) fn begin(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Vec<Outgoing> {
         if let (Some((from, to)), Some(input), Some(output)) = (self.plan.copies(), &self.input, &self.output)
             && let (Ok(input), Some(mut output)) = (input.as_bytes(), output.claim(to))
         {
             output.copy_from_slice(&input[from]);
         }
-        // Nothing has claimed a part of the output yet, and the ranges of one stage do not overlap.
-        (0..self.lanes.len()).filter_map(|lane| self.outgoing(0, lane)).flatten().collect()
+        self.go_on(scratch)
     }
 
     /// Takes a message of another member. `scratch` gives memory for a part of a sum that is at another process.
     pub(crate) fn arrive(
         &mut self,
-        stage: usize,
-        lane: usize,
+        number: usize,
         from: usize,
         body: Body,
-        scratch: impl FnOnce(usize) -> Option<Claim>,
+        scratch: &mut impl FnMut(usize) -> Option<Claim>,
     ) -> Place {
-        self.heard[from] = true;
-        let Some(dest) = (lane < self.lanes.len()).then(|| self.plan.receives(stage, lane, from)).flatten() else {
-            return Place::Wrong;
-        };
-        match dest {
-            Dest::Nothing if body.len() == 0 => {}
-            Dest::Output(range) if body.len() == range.len() => {
-                let Some(mut claim) = self.output.as_ref().and_then(|output| output.claim(range)) else {
+        self.heard.insert(from);
+        let is_late = !self.sums.is_empty() && self.plan.lane_of(number) >= self.summing + WINDOW;
+        let Some(unit) = self.units.get_mut(number) else { return Place::Wrong };
+        let bytes = body.len();
+        let whole = self.output.as_ref();
+        let Some((step, dest)) = unit.from(from) else { return Place::Wrong };
+        match dest.as_ref() {
+            Some(Dest::Nothing) if bytes == 0 => {}
+            Some(Dest::Output(range)) if bytes == range.len() => {
+                let Some(mut claim) = whole.and_then(|output| output.claim(range.clone())) else {
                     return Place::Later(body);
                 };
                 match body.bytes() {
@@ -175,77 +192,168 @@ impl Flight {
                     None => return Place::Receive(claim),
                 }
             }
-            Dest::Sum if self.plan.sums(lane).is_some_and(|(to, _)| to.len() == body.len()) => {
-                if body.bytes().is_some() {
-                    self.lanes[lane].parts[from] = Some(Part::Body(body));
-                } else if lane >= self.summed + WINDOW {
-                    return Place::Later(body);
-                } else {
-                    return scratch(body.len()).map_or(Place::Wrong, Place::Receive);
+            Some(Dest::Outputs(ranges)) if bytes == ranges.iter().map(Range::len).sum::<usize>() => {
+                let Some(mut bytes) = body.bytes() else { return Place::Wrong };
+                for range in ranges {
+                    let Some(mut claim) = whole.and_then(|output| output.claim(range.clone())) else {
+                        return Place::Later(body);
+                    };
+                    let (own, rest) = bytes.split_at(range.len());
+                    claim.copy_from_slice(own);
+                    bytes = rest;
+                }
+            }
+            Some(Dest::Sums(nodes)) if bytes == self.plan.bytes_of(number, nodes, self.dtype) => {
+                let nodes = nodes.clone();
+                match body {
+                    Body::Far { .. } if is_late => return Place::Later(body),
+                    Body::Far { .. } => return scratch(bytes).map_or(Place::Wrong, Place::Receive),
+                    body => unit.parts.push((step, nodes, body)),
                 }
             }
             _ => return Place::Wrong,
         }
-        self.arrived(stage, lane, from);
+        self.arrived(number, from);
         Place::Taken
     }
 
     /// The bytes of a message have landed in the memory that [`arrive`](Self::arrive) gave for them.
-    pub(crate) fn landed(&mut self, stage: usize, lane: usize, from: usize, claim: Claim) {
-        if self.plan.receives(stage, lane, from) == Some(Dest::Sum) {
-            self.lanes[lane].parts[from] = Some(Part::Landed(claim));
+    pub(crate) fn landed(&mut self, number: usize, from: usize, claim: Claim) {
+        let unit = &mut self.units[number];
+        if let Some((step, Some(Dest::Sums(nodes)))) = unit.from(from) {
+            let nodes = nodes.clone();
+            unit.parts.push((step, nodes, Body::Near(Bytes::Claim(Arc::new(claim)))));
         }
-        self.arrived(stage, lane, from);
+        self.arrived(number, from);
     }
 
-    fn arrived(&mut self, stage: usize, lane: usize, from: usize) {
-        self.expected[from] -= 1;
-        self.lanes[lane].expected[stage] -= 1;
+    fn arrived(&mut self, number: usize, from: usize) {
+        let unit = &mut self.units[number];
+        if let Some((step, dest)) = unit.from(from)
+            && dest.take().is_some()
+        {
+            unit.missing[step] -= 1;
+        }
     }
 
-    /// Does what can be done now: takes sums, and returns the messages of second stages.
-    pub(crate) fn go_on(&mut self) -> Vec<Outgoing> {
+    /// Does what can be done now: sends, and takes sums.
+    pub(crate) fn go_on(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Vec<Outgoing> {
         let mut messages = Vec::new();
-        for lane in 0..self.lanes.len() {
-            if self.lanes[lane].passed || self.lanes[lane].expected[0] > 0 {
-                continue;
-            }
-            if !self.lanes[lane].summed && !self.sum(lane) {
-                continue;
-            }
-            if let Some(next) = self.outgoing(1, lane) {
-                self.lanes[lane].passed = true;
-                messages.extend(next);
-            }
-        }
-        while self.lanes.get(self.summed).is_some_and(|lane| lane.summed) {
-            self.summed += 1;
+        let mut open = std::mem::take(&mut self.open);
+        open.retain(|&number| !self.step(number, &mut messages, scratch));
+        self.open = open;
+        while self.sums.get(self.summing) == Some(&0) {
+            self.summing += 1;
         }
         messages
     }
 
-    /// Adds up the parts of a lane; false while its memory is in use.
-    fn sum(&mut self, lane: usize) -> bool {
-        let (Some(reduce), Some((to, own)), Some(output)) = (self.plan.reduce, self.plan.sums(lane), &self.output)
-        else {
-            return true;
+    /// Takes the steps of a unit that can be taken. Whether it is over.
+    fn step(
+        &mut self,
+        number: usize,
+        messages: &mut Vec<Outgoing>,
+        scratch: &mut impl FnMut(usize) -> Option<Claim>,
+    ) -> bool {
+        while let Some(step) = self.units[number].steps.get(self.units[number].at) {
+            let at = self.units[number].at;
+            if !self.units[number].sent {
+                let before = messages.len();
+                let mut last: Option<(&Source, Bytes)> = None;
+                for (to, source) in &step.sends {
+                    // The same bytes for several members are one claim.
+                    let bytes = match &last {
+                        Some((before, bytes)) if *before == source => Some(bytes.clone()),
+                        _ => self.bytes(number, source),
+                    };
+                    let Some(bytes) = bytes else {
+                        messages.truncate(before);
+                        return false;
+                    };
+                    if *source != Source::Nothing {
+                        last = Some((source, bytes.clone()));
+                    }
+                    messages.push(Outgoing { unit: number, to: *to, bytes });
+                }
+                self.units[number].sent = true;
+            }
+            if self.units[number].missing[at] > 0 || !self.sum(number, scratch) {
+                return false;
+            }
+            let unit = &mut self.units[number];
+            (unit.at, unit.sent) = (at + 1, false);
+        }
+        let unit = &mut self.units[number];
+        (unit.joined, unit.parts) = (None, Vec::new());
+        true
+    }
+
+    /// Adds up what a unit has, if its step says so; false while memory is in use.
+    fn sum(&mut self, number: usize, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> bool {
+        let unit = &self.units[number];
+        let (own, result) = match &unit.steps[unit.at].then {
+            Then::Nothing => return true,
+            Then::Join { own, nodes } => (own, Err(nodes)),
+            Then::Finish { own, into } => (own, Ok(into)),
         };
-        let Some(mut into) = output.claim(to) else { return false };
-        let state = &mut self.lanes[lane];
-        let own = self.input.as_ref().and_then(|input| input.as_bytes().ok()).map(|input| &input[own]);
-        // Only this member has no part there.
-        let parts: Vec<Option<&[u8]>> =
-            state.parts.iter().map(|part| part.as_ref().map_or(own, |part| Some(part.bytes()))).collect();
-        reduce_parts(reduce, self.dtype, &parts, &mut into);
-        state.parts.clear();
-        state.summed = true;
+        let (Some(reduce), Some(output)) = (self.plan.reduce, &self.output) else { return true };
+        // In place the result's memory has this member's part.
+        let me = self.plan.me;
+        let in_place = self.input.is_none() && result.is_ok() && unit.joined.is_none();
+        let mine = match (&unit.joined, in_place) {
+            (Some(_), _) | (None, true) => None,
+            (None, false) => match self.bytes(number, &Source::Input(own.clone())) {
+                Some(bytes) => Some(bytes),
+                None => return false,
+            },
+        };
+        let element = self.plan.element();
+        let mut parts: Vec<Part<'_>> = Vec::new();
+        let arrived = unit.parts.iter().filter(|(step, ..)| *step <= unit.at);
+        let arrived = arrived.map(|(_, nodes, body)| (nodes, body.bytes().unwrap_or_default()));
+        for (nodes, mut rest) in arrived.chain(unit.joined.iter().map(|(nodes, bytes)| (nodes, bytes.as_ref()))) {
+            for node in nodes.iter() {
+                let (bytes, others) = rest.split_at(own.len() / element * element_of(node, self.dtype));
+                parts.push(Part { ranks: node.clone(), bytes: Some(bytes) });
+                rest = others;
+            }
+        }
+        if unit.joined.is_none() {
+            parts.push(Part { ranks: me..me + 1, bytes: mine.as_ref().map(AsRef::as_ref) });
+        }
+        parts.sort_unstable_by_key(|part| part.ranks.start);
+        let joined = match result {
+            Ok(into) => {
+                let Some(mut into) = output.claim(into.clone()) else { return false };
+                reduce_parts(reduce, self.dtype, &parts, &mut into, true);
+                None
+            }
+            Err(nodes) => {
+                let Some(mut into) = scratch(self.plan.bytes_of(number, nodes, self.dtype)) else { return false };
+                let (mut rest, mut parts) = (&mut *into, &*parts);
+                for node in nodes.iter() {
+                    let (sum, others) = rest.split_at_mut(own.len() / element * element_of(node, self.dtype));
+                    let (of_node, more) = parts.split_at(parts.partition_point(|part| part.ranks.start < node.end));
+                    match of_node {
+                        [Part { bytes: Some(bytes), .. }] => sum.copy_from_slice(bytes),
+                        _ => reduce_parts(reduce, self.dtype, of_node, sum, false),
+                    }
+                    (rest, parts) = (others, more);
+                }
+                Some((nodes.clone(), Bytes::Claim(Arc::new(into))))
+            }
+        };
+        let unit = &mut self.units[number];
+        let at = unit.at;
+        unit.parts.retain(|(step, ..)| *step > at);
+        unit.joined = joined;
+        self.sums[self.plan.lane_of(number)] -= 1;
         true
     }
 
     /// Whether everything has arrived and been sent, and its memory is free.
     pub(crate) fn is_done(&self) -> bool {
-        let done = |lane: &Lane| lane.passed && lane.expected == [0, 0];
-        self.lanes.iter().all(done)
+        self.open.is_empty()
             && self.output.as_ref().is_none_or(Ground::is_free)
             && self.input.as_ref().is_none_or(|input| Arc::strong_count(input) == 1)
     }
@@ -262,28 +370,17 @@ impl Flight {
     /// World ranks without which it cannot go on: those that have not come, else those whose bytes have not, else those
     /// that may not have taken this one's.
     pub(crate) fn lacks(&self) -> Vec<usize> {
-        let of = |which: &dyn Fn(usize) -> bool| -> Vec<usize> {
-            self.plan.others().filter(|&member| which(member)).map(|member| self.ranks[member]).collect()
-        };
-        let missing = of(&|member| !self.heard[member]);
-        if !missing.is_empty() {
-            return missing;
-        }
-        let late = of(&|member| self.expected[member] > 0);
-        if late.is_empty() { of(&|_| true) } else { late }
+        let open = self.open.iter().flat_map(|&unit| &self.units[unit].awaited);
+        let late: BTreeSet<usize> = open.filter(|(.., dest)| dest.is_some()).map(|(from, ..)| *from).collect();
+        let missing: BTreeSet<usize> = late.difference(&self.heard).copied().collect();
+        let members = [missing, late].into_iter().find(|members| !members.is_empty());
+        members.as_ref().unwrap_or(&self.told).iter().map(|&member| self.ranks[member]).collect()
     }
 
-    /// What this member tells another one of the operation.
-    pub(crate) fn info_for(&self, to: usize) -> Info {
-        let expects = self.plan.is_uneven().then(|| self.elements(self.plan.receives(0, 0, to)));
-        Info { op: self.info.clone(), expects }
-    }
-
-    fn elements(&self, dest: Option<Dest>) -> usize {
-        match dest {
-            Some(Dest::Output(range)) => range.len() / self.plan.element(),
-            _ => 0,
-        }
+    /// What this member tells another one of the operation, once.
+    pub(crate) fn info_for(&mut self, to: usize) -> Option<Info> {
+        let expects = self.plan.uneven(to).map(|(_, expects)| expects);
+        self.told.insert(to).then(|| Info { op: self.info.clone(), expects })
     }
 
     /// This member's and another one's operations, as far as they differ: from what that one says, and from its first
@@ -292,14 +389,215 @@ impl Flight {
         if !self.info.agrees(&theirs.op) {
             return Some((self.info.clone(), theirs.op.clone()));
         }
-        let expects = theirs.expects?;
+        let ((sends, expected), expects) = (self.plan.uneven(from)?, theirs.expects?);
         let (me, them) = (self.site.world_rank, self.ranks[from]);
         let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..self.info.clone() };
-        let sends = self.plan.sends(0, 0, from).map_or(0, |range| range.len() / self.plan.element());
         if sends != expects {
             return Some((part(sends, Peer::To(them)), part(expects, Peer::From(me))));
         }
-        let (sent, expected) = (bytes / self.plan.element(), self.elements(self.plan.receives(0, 0, from)));
+        let sent = bytes / self.plan.element();
         (sent != expected).then(|| (part(expected, Peer::From(them)), part(sent, Peer::To(me))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, HashMap, VecDeque};
+
+    use super::*;
+    use meshwork_core::{Op, ReduceOp};
+    use meshwork_testkit::Rng;
+
+    /// What members of a group in these processes get of their calls, and the bytes between processes. Messages arrive
+    /// in any order, but for each sender and receiver in that of sending. `plan` has the processes that members know of.
+    fn run(processes: &[usize], plan: &[usize], calls: Vec<Call>) -> (Vec<Buffer>, usize) {
+        let cells = Arc::new(Cells::new(plan.iter().copied()));
+        let (members, ranks): (usize, Arc<[usize]>) = (calls.len(), (0..calls.len()).collect());
+        let key = Key { group: 0, message: None, seq: 0 };
+        let flight = |(me, call): (usize, Call)| {
+            call.check(me, members).unwrap();
+            let info = call.info(&ranks);
+            let site = Site { group: "world".into(), group_id: 0, world_rank: me, seq: 0, op: Some(info.clone()) };
+            Flight::new(key, site, info, ranks.clone(), (me, cells.clone()), call).unwrap()
+        };
+        let mut flights: Vec<Flight> = calls.into_iter().enumerate().map(flight).collect();
+        let mut scratch = |bytes| Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim_first(bytes);
+        let mut ways: BTreeMap<(usize, usize), VecDeque<(usize, Body)>> = BTreeMap::new();
+        let (mut far, mut tags, mut between, mut rng) = (HashMap::new(), 0, 0, Rng::new(members as u64));
+        let (mut begun, mut idle) = (vec![false; members], 0);
+        // What one member has taken may free the memory of another one.
+        while idle < 3 || !ways.values().all(VecDeque::is_empty) {
+            idle += 1;
+            for me in 0..members {
+                let sent = if begun[me] { flights[me].go_on(&mut scratch) } else { flights[me].begin(&mut scratch) };
+                begun[me] = true;
+                for Outgoing { unit, to, bytes } in sent {
+                    idle = 0;
+                    let crosses = processes[me] != processes[to];
+                    between += if crosses { bytes.as_ref().len() } else { 0 };
+                    let body = match bytes.as_ref().len() {
+                        ..=crate::wire::EAGER => Body::Here(bytes.as_ref().to_vec(), 0),
+                        bytes if crosses => {
+                            tags += 1;
+                            Body::Far { process: processes[me], tag: tags, bytes }
+                        }
+                        _ => Body::Near(bytes.clone()),
+                    };
+                    if let Body::Far { tag, .. } = body {
+                        far.insert(tag, bytes);
+                    }
+                    ways.entry((me, to)).or_default().push_back((unit, body));
+                }
+            }
+            for ((from, to), way) in &mut ways {
+                if rng.below(3) == 0 {
+                    continue;
+                }
+                let Some((unit, body)) = way.pop_front() else { continue };
+                idle = 0;
+                let tag = if let Body::Far { tag, .. } = body { tag } else { 0 };
+                match flights[*to].arrive(unit, *from, body, &mut scratch) {
+                    Place::Taken => {}
+                    Place::Receive(mut claim) => {
+                        claim.copy_from_slice(far.remove(&tag).unwrap().as_ref());
+                        flights[*to].landed(unit, *from, claim);
+                    }
+                    Place::Later(body) => way.push_front((unit, body)),
+                    Place::Wrong => panic!("{from} to {to}, unit {unit} of {:?}", flights[*to].info),
+                }
+            }
+        }
+        let ended = |flight: Flight| {
+            assert!(flight.is_done(), "{:?}", flight.info);
+            assert!(flight.lacks().len() < members);
+            flight.into_result()
+        };
+        (flights.into_iter().map(ended).collect(), between)
+    }
+
+    fn elements(dtype: DType, member: usize, count: usize) -> Buffer {
+        let mut rng = Rng::new((member * 1_000_003 + count) as u64);
+        let values: Vec<f32> = (0..count).map(|_| rng.signed() * 10f32.powi(rng.below(5) as i32)).collect();
+        match dtype {
+            DType::F32 => Buffer::from_vec(values),
+            _ => Buffer::from_vec(values.into_iter().map(meshwork_core::bf16::from_f32).collect()),
+        }
+    }
+
+    fn bytes(buffer: &Buffer) -> &[u8] {
+        buffer.as_bytes().unwrap()
+    }
+
+    /// The sum of all members' elements, as threads have it.
+    fn sum(dtype: DType, members: usize, count: usize) -> Vec<u8> {
+        let inputs: Vec<Buffer> = (0..members).map(|member| elements(dtype, member, count)).collect();
+        let part = |member: usize| Part { ranks: member..member + 1, bytes: Some(bytes(&inputs[member])) };
+        let mut sum = vec![0; count * dtype.size()];
+        reduce_parts(ReduceOp::Sum, dtype, &(0..members).map(part).collect::<Vec<_>>(), &mut sum, true);
+        sum
+    }
+
+    /// Every collective, of members that are in these processes.
+    fn every_collective(processes: &[usize], dtype: DType, count: usize) {
+        let n = processes.len();
+        let zeros = |count| Some(Buffer::zeros(dtype, count));
+        let own = |count: usize| move |member| Some(elements(dtype, member, count));
+        let all = |call: &dyn Fn(usize) -> Call| run(processes, processes, (0..n).map(call).collect()).0;
+        let what = format!("{processes:?}, {count} elements of {dtype}");
+
+        let expected = sum(dtype, n, count);
+        let reduced = all(&|member| match member % 2 {
+            0 => Call::new(Op::AllReduce(ReduceOp::Sum), None, own(count)(member)),
+            _ => Call::new(Op::AllReduce(ReduceOp::Sum), own(count)(member), zeros(count)),
+        });
+        assert!(reduced.iter().all(|sum| bytes(sum) == expected), "all_reduce, {what}");
+
+        let expected = sum(dtype, n, n * count);
+        let parts = all(&|member| Call::new(Op::ReduceScatter(ReduceOp::Sum), own(n * count)(member), zeros(count)));
+        let parts: Vec<u8> = parts.iter().flat_map(|part| bytes(part).to_vec()).collect();
+        assert!(parts == expected, "reduce_scatter, {what}");
+
+        let expected: Vec<u8> = (0..n).flat_map(|member| bytes(&elements(dtype, member, count)).to_vec()).collect();
+        let gathered = all(&|member| Call::new(Op::AllGather, own(count)(member), zeros(n * count)));
+        assert!(gathered.iter().all(|all| bytes(all) == expected), "all_gather, {what}");
+
+        for root in [0, n / 2, n - 1] {
+            let sent = all(&|member| Call::new(Op::Broadcast { root }, None, own(count)(member)));
+            let expected = elements(dtype, root, count);
+            assert!(sent.iter().all(|it| bytes(it) == bytes(&expected)), "broadcast of {root}, {what}");
+        }
+
+        let part = |from: usize, to: usize| (from + 2 * to + count) % 5;
+        let exchanged = all(&|member| {
+            let send_counts: Vec<usize> = (0..n).map(|to| part(member, to)).collect();
+            let recv_counts: Vec<usize> = (0..n).map(|from| part(from, member)).collect();
+            let [sent, received] = [&send_counts, &recv_counts].map(|counts| counts.iter().sum());
+            Call::new(Op::AllToAll { send_counts, recv_counts }, own(sent)(member), zeros(received))
+        });
+        for (to, received) in exchanged.iter().enumerate() {
+            let of = |from: usize| {
+                let [all, before] = [n, to].map(|end| (0..end).map(|to| part(from, to)).sum::<usize>() * dtype.size());
+                bytes(&elements(dtype, from, all / dtype.size()))[before..][..part(from, to) * dtype.size()].to_vec()
+            };
+            assert_eq!(bytes(received), (0..n).flat_map(of).collect::<Vec<_>>(), "all_to_all, {what}");
+        }
+        all(&|_| Call::new(Op::Barrier, None, None));
+    }
+
+    /// Processes of equally many ranks, of unequal numbers, and ranks that are not neighbours: where subtrees of the
+    /// tree lie inside a process, and where they do not.
+    #[test]
+    fn every_collective_has_the_bits_of_threads_wherever_members_are() {
+        let placed: [&[usize]; 9] = [
+            &[0],
+            &[0, 1, 2],
+            &[0, 0, 0, 0, 1, 1, 1, 1],
+            &[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3],
+            &[0, 1, 0, 1, 0, 1],
+            &[2, 0, 0, 0, 0, 1, 1],
+            &[0, 0, 0, 0],
+            &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17],
+            &[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5],
+        ];
+        for processes in placed {
+            for (dtype, count) in [(DType::F32, 0), (DType::F32, 1), (DType::F32, 4999), (DType::Bf16, 8701)] {
+                every_collective(processes, dtype, count);
+            }
+        }
+        every_collective(&[0, 0, 1], DType::F32, 270_001); // several lanes
+    }
+
+    /// Between two processes of four ranks, and four processes of three, whose subtrees do not lie inside: the bytes
+    /// that travel, where ranks know of their processes and where each were a process of its own.
+    #[test]
+    fn what_ranks_of_a_process_have_in_common_leaves_it_once() {
+        let count = 12_000;
+        let between = |processes: &[usize], dtype: DType, op: Op| {
+            let (n, full) = (processes.len(), |member| Some(elements(dtype, member, count)));
+            let part = |member| Some(elements(dtype, member, count / n));
+            let call = |member| match &op {
+                Op::AllGather => Call::new(op.clone(), part(member), full(0)),
+                Op::ReduceScatter(_) => Call::new(op.clone(), full(member), part(0)),
+                _ => Call::new(op.clone(), None, full(member)),
+            };
+            let alone: Vec<usize> = (0..n).collect();
+            [&*alone, processes].map(|plan| run(processes, plan, (0..n).map(call).collect()).1 / dtype.size())
+        };
+        let (sum, two) = (Op::AllReduce(ReduceOp::Sum), [0, 0, 0, 0, 1, 1, 1, 1]);
+        let [before, after] = between(&two, DType::F32, sum.clone());
+        assert_eq!((before, after), (8 * count, 2 * count));
+        let [before, after] = between(&two, DType::F32, Op::ReduceScatter(ReduceOp::Sum));
+        assert_eq!((before, after), (4 * count, count));
+        let [before, after] = between(&two, DType::F32, Op::AllGather);
+        assert_eq!((before, after), (4 * count, count));
+        let [before, after] = between(&two, DType::F32, Op::Broadcast { root: 2 });
+        assert_eq!((before, after), (4 * count, count));
+        // Sums of 16-bit floats travel in f32: they are rounded once.
+        let [before, after] = between(&two, DType::Bf16, sum.clone());
+        assert_eq!((before, after), (8 * count, 3 * count));
+        // A process of three ranks has two nodes of the tree: the sum of two ranks, and one.
+        let four = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3];
+        let [before, after] = between(&four, DType::F32, sum);
+        assert_eq!((before, after), (18 * count, 9 * count));
     }
 }

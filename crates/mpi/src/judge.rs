@@ -25,8 +25,9 @@ use crate::packet::{Judge, Key, Tell};
 /// How often the judge looks at waits again, and asks again.
 const LOOKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_secs(1)];
 
-/// The longest that ranks may take to say what they do.
-const REPORTS: Duration = Duration::from_secs(2);
+/// How long a process may say nothing before others give it up, however short the timeout: on a busy machine it may get
+/// no core. After a fault ranks may take as long to say what they do, and to end.
+pub(crate) const SILENCE: Duration = Duration::from_secs(2);
 
 /// A wait, as its rank told it.
 struct Wait {
@@ -49,6 +50,45 @@ struct Confirmed {
     ended: bool,
 }
 
+/// A rank at the end of a chain of waits: its beats, since when they are the same, and when it answered last. Only time
+/// in which it answers, and the judge asks, counts as no progress.
+struct Still {
+    beats: u64,
+    since: Instant,
+    heard: Instant,
+}
+
+impl Still {
+    fn new(now: Instant) -> Still {
+        Still { beats: u64::MAX, since: now, heard: now }
+    }
+
+    /// Takes an answer, of which there is one in `often`.
+    fn hear(&mut self, beats: u64, now: Instant, often: Duration) {
+        let silent = now.duration_since(self.heard);
+        self.since = if beats == self.beats { self.since + lacked(silent, often) } else { now };
+        (self.beats, self.heard) = (beats, now);
+    }
+
+    /// The judge got no core for so long.
+    fn excuse(&mut self, lacked: Duration, now: Instant) {
+        self.since = (self.since + lacked).min(now);
+        self.heard = (self.heard + lacked).min(now);
+    }
+
+    /// Whether it made no progress for the timeout while it answered, or answers no more.
+    fn is_late(&self, now: Instant, timeout: Duration, often: Duration) -> bool {
+        let silent = now.duration_since(self.heard);
+        let still = now.duration_since(self.since).saturating_sub(lacked(silent, often));
+        still >= timeout || silent >= timeout.max(SILENCE)
+    }
+}
+
+/// The part of a silence in which a process or the judge had no core: what is longer than between two questions.
+fn lacked(silent: Duration, often: Duration) -> Duration {
+    if silent > 2 * often { silent - often } else { Duration::ZERO }
+}
+
 /// A fault that is being written down.
 struct Found {
     kind: FaultKind,
@@ -65,9 +105,8 @@ pub(crate) struct Bench {
     asked: HashMap<u64, Edge>,
     asked_at: HashMap<Edge, Instant>,
     questions: u64,
-    /// The beats of the ranks at the ends of chains of waits, and since when they have been these. Only time in which
-    /// they were asked, and this judge ran, counts.
-    still: HashMap<usize, (u64, Instant)>,
+    /// By rank.
+    still: HashMap<usize, Still>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
     missing: BTreeSet<usize>,
@@ -125,15 +164,19 @@ impl Bench {
                 }
             }
             Tell::Ends { how, .. } => self.end(from, how, say),
-            Tell::Answer { asked, posted, waits, ended, beats } => {
-                let now = Instant::now();
-                if let Some(still) = self.still.get_mut(&from).filter(|still| still.0 != beats) {
-                    *still = (beats, now);
+            Tell::Answer { asked, posted, lacks, waits, ended, beats } => {
+                let often = self.often();
+                if let Some(still) = self.still.get_mut(&from) {
+                    still.hear(beats, Instant::now(), often);
                 }
                 let Some(edge) = self.asked.remove(&asked) else { return };
                 if posted {
+                    // It waits for those that this rank lacks: not all members of an operation meet.
                     let wait = self.waits.get_mut(&edge.0).filter(|wait| wait.number == edge.1);
-                    wait.into_iter().for_each(|wait| _ = wait.lacks.remove(&edge.2));
+                    wait.into_iter().for_each(|wait| {
+                        wait.lacks.remove(&edge.2);
+                        wait.lacks.extend(lacks.iter().filter(|&&lacked| lacked != edge.0));
+                    });
                 } else {
                     self.confirmed.insert(edge, Confirmed { waits, ended });
                 }
@@ -157,20 +200,25 @@ impl Bench {
 
     /// Looks after what needs no message.
     pub(crate) fn tick(&mut self, say: &mut Vec<(To, Judge)>) {
-        let often = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1]));
-        let now = Instant::now();
+        let (often, now) = (self.often(), Instant::now());
         let gap = now.duration_since(self.looked);
         if gap < often {
             return;
         }
         self.looked = now;
-        // A judge that got no core had no chance to hear answers: that time makes nobody late.
-        if gap > 2 * often {
-            self.still.values_mut().for_each(|(_, since)| *since = (*since + (gap - often)).min(now));
-        }
+        // A judge that got no core had no chance to hear answers, and ends: that time makes nobody late.
+        let lacked = lacked(gap, often);
+        self.still.values_mut().for_each(|still| still.excuse(lacked, now));
+        let ends = self.fault.as_mut().map(|(_, at)| at).into_iter().chain(&mut self.ending);
+        ends.for_each(|at| *at = (*at + lacked).min(now));
         self.write_down(say);
         self.look(say);
         self.finish(say);
+    }
+
+    /// How often it looks and asks.
+    fn often(&self) -> Duration {
+        self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1]))
     }
 
     fn is_stopped(&self) -> bool {
@@ -253,7 +301,7 @@ impl Bench {
             open.into_iter().for_each(|edge| self.ask(edge, say));
         }
         let Some(timeout) = self.timeout else { return };
-        let now = Instant::now();
+        let (now, often) = (Instant::now(), self.often());
         let chains: Vec<Vec<usize>> = self.waits.keys().flat_map(|&rank| self.chains(rank)).collect();
         // What a rank said when others waited for it before tells nothing of the time between.
         let last: BTreeSet<usize> = chains.iter().filter_map(|chain| chain.last().copied()).collect();
@@ -264,11 +312,10 @@ impl Bench {
                 continue;
             }
             let Some(number) = self.waits.get(&before).map(|wait| wait.number) else { continue };
-            self.still.entry(last).or_insert((u64::MAX, now));
+            let late = self.still.entry(last).or_insert_with(|| Still::new(now)).is_late(now, timeout, often);
             self.ask((before, number, last), say);
             let waits = self.waits.get(&chain[0]).is_some_and(|wait| now.duration_since(wait.since) >= timeout);
-            let still = self.still.get(&last).is_some_and(|(_, since)| now.duration_since(*since) >= timeout);
-            if waits && still {
+            if waits && late {
                 let site = self.waits.get(&chain[0]).map(|wait| wait.site.clone());
                 return self.stop(FaultKind::Timeout { rank: last, after: timeout, chain }, site, say);
             }
@@ -368,11 +415,10 @@ impl Bench {
 
     /// Tells the fault, once all ranks have said what they do, or do not answer.
     fn write_down(&mut self, say: &mut Vec<(To, Judge)>) {
-        let longest = self.timeout.map_or(REPORTS, |timeout| (timeout / 4).clamp(REPORTS / 8, REPORTS));
         let missing = &self.missing;
         let is_complete = |found: &Found| {
             let told = |(rank, report): (usize, &Option<RankReport>)| report.is_some() || missing.contains(&rank);
-            found.reports.iter().enumerate().all(told) || found.at.elapsed() >= longest
+            found.reports.iter().enumerate().all(told) || found.at.elapsed() >= SILENCE
         };
         let Some(Found { kind, site, reports, .. }) = self.found.take_if(|found| is_complete(found)) else { return };
         let silent = |rank: usize| {
@@ -396,8 +442,8 @@ impl Bench {
             return;
         }
         let all = self.ended.iter().all(Option::is_some);
-        let timeout = self.timeout.unwrap_or(Duration::MAX);
-        // A rank that has ended waits no longer than the timeout for others that were told to end.
+        let timeout = self.timeout.map_or(Duration::MAX, |timeout| timeout.max(SILENCE));
+        // A rank that has ended waits no longer for others that were told to end.
         let waits = self.fault.as_ref().zip(self.ending).map(|((_, at), ending)| ending.max(*at).elapsed());
         let late = waits.is_some_and(|waits| waits >= timeout);
         if !(all || late) {
@@ -444,7 +490,7 @@ mod tests {
     }
 
     fn answer(asked: u64, posted: bool, ended: bool, beats: u64) -> Tell {
-        Tell::Answer { asked, posted, waits: None, ended, beats }
+        Tell::Answer { asked, posted, lacks: Vec::new(), waits: None, ended, beats }
     }
 
     fn stops(say: &[(To, Judge)]) -> bool {
@@ -470,7 +516,6 @@ mod tests {
     fn the_time_before_a_rank_is_waited_for_and_in_which_the_judge_stood_still_makes_it_not_late() {
         let second = Duration::from_secs(1);
         let mut bench = Bench::new(2, Some(second));
-        let back = |of: &mut Bench, by| of.still.values_mut().for_each(|(_, since)| *since -= by);
         let asked = question(&waits(&mut bench));
         hear(&mut bench, 1, answer(asked, false, false, 3));
         hear(&mut bench, 0, Tell::Goes { number: 1 });
@@ -483,15 +528,64 @@ mod tests {
         let told = Tell::Waits { number: 2, since_millis: 2000, key, site, lacks: vec![1] };
         assert!(!stops(&hear(&mut bench, 0, told)));
         // Then the judge gets no core.
-        back(&mut bench, 2 * second);
-        bench.looked -= 2 * second;
+        assert!(!stops(&after(&mut bench, 2 * second, 2 * second)));
+    }
+
+    /// Lets time pass, in which the judge looked last so long ago, and has it look.
+    fn after(bench: &mut Bench, time: Duration, looked: Duration) -> Vec<(To, Judge)> {
+        for still in bench.still.values_mut() {
+            (still.since, still.heard) = (still.since - time, still.heard - time);
+        }
+        bench.fault.iter_mut().for_each(|(_, at)| *at -= time);
+        bench.ending.iter_mut().for_each(|at| *at -= time);
+        bench.looked -= looked;
+        bench.asked_at.clear();
         let mut say = Vec::new();
         bench.tick(&mut say);
-        assert!(!stops(&say));
-        back(&mut bench, second);
-        bench.looked -= second / 16;
-        bench.tick(&mut say);
-        assert!(stops(&say), "a rank that does not answer is late after the timeout");
+        say
+    }
+
+    /// A rank that answers, and has done nothing since, is late after the timeout. The time in which its process did
+    /// not answer is no part of that; a process that answers no more is late too.
+    #[test]
+    fn a_process_without_a_core_is_not_late_when_it_answers_again() {
+        let (second, often) = (Duration::from_secs(1), Duration::from_millis(63));
+        let begin = || {
+            let mut bench = Bench::new(2, Some(second));
+            let asked = question(&waits(&mut bench));
+            hear(&mut bench, 1, answer(asked, false, false, 3));
+            bench.waits.values_mut().for_each(|wait| wait.since -= 10 * second);
+            bench
+        };
+        let mut silent = begin();
+        let asked = question(&after(&mut silent, second * 3 / 2, often));
+        assert!(!stops(&hear(&mut silent, 1, answer(asked, false, false, 3))), "it may have had no core");
+        let mut stopped = begin();
+        assert!(stops(&after(&mut stopped, SILENCE, often)));
+        let mut idle = begin();
+        for look in 1..=16 {
+            let said = after(&mut idle, often, often);
+            assert_eq!(stops(&said), look == 16, "look {look}");
+            if look < 16 {
+                assert_eq!(stops(&hear(&mut idle, 1, answer(question(&said), false, false, 3))), false);
+            }
+        }
+    }
+
+    /// Rank 1 was told to end, and its process gets no core for longer than the timeout.
+    #[test]
+    fn a_process_without_a_core_may_end_later_than_the_timeout() {
+        let (short, kind) = (Duration::from_millis(100), FaultKind::Panicked { rank: 0, message: "no".to_owned() });
+        let mut bench = Bench::new(2, Some(short));
+        hear(&mut bench, 0, Tell::Ends { how: Activity::Panicked("no".to_owned()), forks: 0 });
+        for rank in [0, 1] {
+            let report = RankReport { rank, activity: Activity::Computing, site: None };
+            hear(&mut bench, rank, Tell::Report(report));
+        }
+        assert!(bench.fault.as_ref().is_some_and(|(fault, _)| fault.kind == kind));
+        assert!(after(&mut bench, 15 * short, short / 16).is_empty());
+        let over = after(&mut bench, SILENCE, short / 16);
+        assert!(matches!(&over[..], [(To::All, Judge::Over(Some(_)))]), "the others do not wait for ever");
     }
 
     #[test]

@@ -3,23 +3,25 @@
 //! # How it works
 //!
 //! ```text
-//! library ──▶ wire ──▶ port ──▶ endpoint ──▶ flight ──▶ plan
-//! any MPI     messages  ranks   a rank's     an opera-  who sends what
-//!             between   of this end of a     tion, its  to whom, as data
-//!             processes process world        memory
+//! library ──▶ wire ──▶ port ──▶ endpoint ──▶ flight ──▶ plan ──▶ cells
+//! any MPI     messages  ranks   a rank's     an opera-  who sends members of
+//!             between   of this end of a     tion, its  what to   a group by
+//!             processes process world        memory     whom      process
 //!                                  └──▶ judge: the first fault, told to all
 //! ```
 //!
 //! - **A rank that waits moves the messages of its process itself**, so that none is late; while all ranks compute, one
 //!   thread does, which sleeps most of the time. A rank that waits yields, then sleeps.
 //! - **Every collective is our own, over messages between two processes**, whatever the library: sums are those of the
-//!   balanced tree, and have the bits of [threads](meshwork_core::comm::thread). Every member of a collective meets the
-//!   others, and its first message says what it does, so ranks in different operations are found.
+//!   balanced tree, and have the bits of [threads](meshwork_core::comm::thread). The first message of a member of a
+//!   collective to another one says what it does, so ranks in different operations are found where they meet.
+//! - **What ranks of a process have in common leaves it once**: they add up, and hand on, through memory.
 //! - **Operations own their memory**: large messages are written into the output, and sent from the input, in place.
 //! - **Faults** have the words of threads: see the module `judge`.
 //!
 //! Unsafe code: `library` calls MPI; `wire` keeps its requests' memory; `ground` hands out disjoint parts of a buffer.
 
+mod cells;
 mod communicator;
 mod endpoint;
 mod error;

@@ -48,8 +48,9 @@ pub(crate) struct Abi {
     tag_ub: c_int,
     /// SINGLE, FUNNELED, SERIALIZED, MULTIPLE.
     threads: [c_int; 4],
-    /// The class of the error that a process has failed, and of a receive from any process meanwhile.
-    failed: Option<[c_int; 2]>,
+    /// Of Open MPI: the class of the error that a process has failed, and the attribute that says whether the others
+    /// then live.
+    tolerance: Option<(c_int, c_int)>,
 }
 
 const LEVELS: [&str; 4] = ["THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE"];
@@ -98,33 +99,6 @@ functions! {
     cancel "MPI_Cancel" (request: *mut Handle);
 }
 
-/// The functions of an Open MPI with fault tolerance. The standard has none of them yet.
-#[derive(Clone, Copy)]
-struct Tolerance {
-    failure_ack: unsafe extern "C" fn(Handle) -> c_int,
-    failure_get_acked: unsafe extern "C" fn(Handle, *mut Handle) -> c_int,
-    comm_group: unsafe extern "C" fn(Handle, *mut Handle) -> c_int,
-    group_size: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
-    group_translate_ranks: unsafe extern "C" fn(Handle, c_int, *const c_int, Handle, *mut c_int) -> c_int,
-    group_free: unsafe extern "C" fn(*mut Handle) -> c_int,
-}
-
-impl Tolerance {
-    fn load(library: &libloading::Library) -> Option<Tolerance> {
-        // SAFETY: as for `Functions::load`; the first two are of Open MPI's extension for fault tolerance.
-        unsafe {
-            Some(Tolerance {
-                failure_ack: *library.get("MPIX_Comm_failure_ack").ok()?,
-                failure_get_acked: *library.get("MPIX_Comm_failure_get_acked").ok()?,
-                comm_group: *library.get("MPI_Comm_group").ok()?,
-                group_size: *library.get("MPI_Group_size").ok()?,
-                group_translate_ranks: *library.get("MPI_Group_translate_ranks").ok()?,
-                group_free: *library.get("MPI_Group_free").ok()?,
-            })
-        }
-    }
-}
-
 /// A loaded MPI library. Its `Display` says which: `Open MPI 5.0.11 (libmpi.so.40)`.
 #[derive(Clone)]
 pub struct Library(Arc<Loaded>);
@@ -135,7 +109,6 @@ struct Loaded {
     kind: Kind,
     abi: Abi,
     functions: Functions,
-    tolerance: Option<Tolerance>,
 }
 
 impl fmt::Display for Library {
@@ -192,9 +165,8 @@ impl Library {
         let file = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let kind = kind_of(&file, &text);
         let abi = kind.abi(&library).map_err(|symbol| fail(format!("it has no symbol {symbol}")))?;
-        let tolerance = if abi.failed.is_some() { Tolerance::load(&library) } else { None };
         std::mem::forget(library); // its threads and handlers may outlive every use of it
-        let loaded = Loaded { name: file, version: short_version(&text), kind, abi, functions, tolerance };
+        let loaded = Loaded { name: file, version: short_version(&text), kind, abi, functions };
         Ok(Library(Arc::new(loaded)))
     }
 
@@ -313,18 +285,26 @@ impl Library {
         _ = unsafe { (self.0.functions.comm_free)(&mut comm) };
     }
 
-    /// The largest tag of a message.
-    pub(crate) fn largest_tag(&self, comm: Handle) -> Result<usize, MpiError> {
+    /// An attribute of a communicator that is an `int`.
+    fn attribute(&self, comm: Handle, key: c_int) -> Option<c_int> {
         let (mut value, mut flag) = (std::ptr::null_mut(), 0);
-        // SAFETY: for this key it writes the address of an `int`.
-        let code = unsafe { (self.0.functions.comm_get_attr)(comm, self.0.abi.tag_ub, &mut value, &mut flag) };
-        self.check("MPI_Comm_get_attr", code)?;
-        // The standard promises this much where the attribute is missing.
-        if flag == 0 || value.is_null() {
-            return Ok(32767);
-        }
+        // SAFETY: for the keys here it writes the address of an `int`.
+        let code = unsafe { (self.0.functions.comm_get_attr)(comm, key, &mut value, &mut flag) };
         // SAFETY: as the flag says, it is that address.
-        Ok(unsafe { *value }.max(32767) as usize)
+        (code == 0 && flag != 0 && !value.is_null()).then(|| unsafe { *value })
+    }
+
+    /// The largest tag of a message.
+    pub(crate) fn largest_tag(&self, comm: Handle) -> usize {
+        // The standard promises this much where the attribute is missing.
+        self.attribute(comm, self.0.abi.tag_ub).unwrap_or_default().max(32767) as usize
+    }
+
+    /// Whether the others live, and go on, where a process is lost: Open MPI 5 under `mpirun --with-ft ulfm`.
+    pub(crate) fn goes_on_after_losses(&self, comm: Handle) -> bool {
+        let ulfm = self.0.version.starts_with("Open MPI 5");
+        let key = self.0.abi.tolerance.filter(|_| ulfm).map(|(_, key)| key);
+        key.and_then(|key| self.attribute(comm, key)).is_some_and(|on| on != 0)
     }
 
     /// Starts to send bytes. A message that it cannot send is an error.
@@ -386,38 +366,16 @@ impl Library {
         }
     }
 
-    /// Whether a code says that a process has failed, with its words.
-    pub(crate) fn failure(&self, code: c_int) -> (bool, String) {
+    /// The words of a code with which a message failed; `None` if it says that the process of the other end has ended.
+    pub(crate) fn failure(&self, code: c_int) -> Option<String> {
         let mut class = code;
         // SAFETY: it writes an `int`. If it fails, the code is its own class.
         _ = unsafe { (self.0.functions.error_class)(code, &mut class) };
-        let words = self.check("MPI", code).err().map_or_else(String::new, |error| match error {
-            MpiError::Call { message, .. } => message,
-            other => other.to_string(),
-        });
-        (self.0.abi.failed.is_some_and(|failed| failed.contains(&class)), words)
-    }
-
-    /// Takes note of the processes that have failed, so that receives from any process go on: their numbers.
-    pub(crate) fn failed(&self, comm: Handle) -> Vec<usize> {
-        let Some(tolerance) = &self.0.tolerance else { return Vec::new() };
-        let (mut failed, mut all, mut count) = (0, 0, 0);
-        // SAFETY: handles of this library, each written to a word before it is read; lists of `count` `int`s.
-        unsafe {
-            if (tolerance.failure_ack)(comm) != 0
-                || (tolerance.failure_get_acked)(comm, &mut failed) != 0
-                || (tolerance.comm_group)(comm, &mut all) != 0
-                || (tolerance.group_size)(failed, &mut count) != 0
-            {
-                return Vec::new();
-            }
-            let numbers: Vec<c_int> = (0..count).collect();
-            let mut ranks = vec![-1; numbers.len()];
-            _ = (tolerance.group_translate_ranks)(failed, count, numbers.as_ptr(), all, ranks.as_mut_ptr());
-            _ = (tolerance.group_free)(&mut failed);
-            _ = (tolerance.group_free)(&mut all);
-            ranks.into_iter().filter_map(|rank| usize::try_from(rank).ok()).collect()
-        }
+        let ended = self.0.abi.tolerance.is_some_and(|(failed, _)| failed == class);
+        (!ended).then(|| match self.check("MPI", code) {
+            Err(MpiError::Call { message, .. }) => message,
+            other => other.err().map_or_else(String::new, |error| error.to_string()),
+        })
     }
 }
 
@@ -499,7 +457,7 @@ impl Kind {
                 any_source: -1,
                 tag_ub: 501,
                 threads: [0, 1024, 2048, 4096],
-                failed: None,
+                tolerance: None,
             },
             Kind::Mpich => Abi {
                 world: 0x4400_0000,
@@ -510,7 +468,7 @@ impl Kind {
                 any_source: -2,
                 tag_ub: 0x6440_0001,
                 threads: [0, 1, 2, 3],
-                failed: None,
+                tolerance: None,
             },
             Kind::OpenMpi => Abi {
                 world: symbol("ompi_mpi_comm_world")?,
@@ -521,7 +479,7 @@ impl Kind {
                 any_source: -1,
                 tag_ub: 0,
                 threads: [0, 1, 2, 3],
-                failed: Some([75, 76]),
+                tolerance: Some((75, 12)),
             },
         })
     }

@@ -31,11 +31,12 @@ pub(crate) struct Head {
 /// What a message is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum What {
-    /// Bytes of an operation. The first message of each member to another one says what it does; `place` is twice the
-    /// lane, and the stage.
-    Part { key: Key, place: u32, info: Option<Info> },
-    /// The part that a rank named in a split: world ranks.
-    Split { parent: u64, seq: u64, name: String, ranks: Vec<usize> },
+    /// Bytes of a unit of an operation. The first message of each member to another one says what it does.
+    Part { key: Key, unit: u32, info: Option<Info> },
+    /// The part that a rank named in a split, by the hash of its name and world ranks.
+    Split { parent: u64, seq: u64, part: u64 },
+    /// That part itself: to a rank that named another one.
+    Named { parent: u64, seq: u64, name: String, ranks: Vec<usize> },
     /// To the rank that judges, rank 0.
     Tell(Tell),
     /// From the rank that judges.
@@ -65,8 +66,8 @@ pub(crate) enum Tell {
     Forks { number: u64, name: String },
     /// It waits, and wants to know whether the judge is there.
     Asks,
-    /// The answer to [`Judge::Ask`].
-    Answer { asked: u64, posted: bool, waits: Option<u64>, ended: bool, beats: u64 },
+    /// The answer to [`Judge::Ask`]: whether it has started the operation, and then whom that one lacks.
+    Answer { asked: u64, posted: bool, lacks: Vec<usize>, waits: Option<u64>, ended: bool, beats: u64 },
     /// The answer to [`Judge::Report`].
     Report(RankReport),
     /// Another rank has ended, and cannot say so itself: its process is lost, or it never came to this world.
@@ -128,6 +129,14 @@ pub(crate) enum Bytes {
     Claim(Arc<Claim>),
     /// Of a part of the input, which others may read too.
     Input(Arc<Buffer>, usize, usize),
+}
+
+impl Bytes {
+    /// These bytes.
+    pub(crate) fn of(memory: Vec<u8>) -> Bytes {
+        let bytes = memory.len();
+        Bytes::Input(Arc::new(Buffer::from_vec(memory)), 0, bytes)
+    }
 }
 
 impl AsRef<[u8]> for Bytes {

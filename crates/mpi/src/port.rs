@@ -306,11 +306,12 @@ impl Port {
         if process != first {
             say(first);
         }
-        let all = |byes: &HashSet<usize>| match process == first {
-            true => there.iter().all(|other| *other == first || byes.contains(other)),
-            false => byes.contains(&first),
+        let all = |desk: &Desk| {
+            // A lost process does not come.
+            let came = |other: &usize| desk.byes.contains(other) || desk.lost.iter().any(|(lost, _)| lost == other);
+            if process == first { there.iter().all(|other| *other == first || came(other)) } else { came(&first) }
         };
-        while !all(&lock(&self.desk).byes) {
+        while !all(&lock(&self.desk)) {
             if begun.elapsed() > longest {
                 return false;
             }

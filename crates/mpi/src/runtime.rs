@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use meshwork_core::Communicator;
-use meshwork_core::World;
 use meshwork_core::comm::shared_moment;
 use meshwork_core::hash::combine;
+use meshwork_core::launcher::Placement;
+use meshwork_core::{Communicator, Group, World};
 
 use crate::communicator::MpiComm;
 use crate::endpoint::{Endpoint, Patience};
@@ -29,12 +29,14 @@ pub struct Options {
     pub timeout: Duration,
     /// How many ranks are threads of each process: the same in all of them. The ranks of a process are neighbours.
     pub ranks_per_process: usize,
+    /// A number that the processes of a host share: the hash of its name. See [`Runtime::arrange`].
+    pub host: u64,
 }
 
 impl Default for Options {
-    /// One minute, and one rank in each process.
+    /// One minute, one rank in each process, and all processes on one host.
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), ranks_per_process: 1 }
+        Options { timeout: Duration::from_secs(60), ranks_per_process: 1, host: 0 }
     }
 }
 
@@ -74,6 +76,8 @@ struct Running {
     worlds: Mutex<HashMap<(usize, u64), u64>>,
     /// The processes that are there.
     there: Mutex<Hosts>,
+    /// The host of each process.
+    hosts: Vec<u64>,
     life: Arc<Life>,
 }
 
@@ -135,8 +139,9 @@ impl Runtime {
         let ranks = processes * ranks_per_process;
         let there = Mutex::new(Hosts { ranks, processes: (0..processes).collect(), ranks_per_process });
         let (origin, worlds) = (Instant::now(), Mutex::default());
-        let mut running = Running { port, options, description, origin, worlds, there, life };
-        running.origin = running.shared_origin()?;
+        let hosts = vec![options.host; processes];
+        let mut running = Running { port, options, description, origin, worlds, there, hosts, life };
+        (running.origin, running.hosts) = running.meet()?;
         Ok(Runtime(Arc::new(running)))
     }
 
@@ -160,7 +165,8 @@ impl Runtime {
         self.0.there().processes.len() * self.0.options.ranks_per_process
     }
 
-    /// The processes that are there, ascending: all, but for those that the others went on [without](Self::without).
+    /// The processes that are there, in the order of their ranks: all, but for those that the others went on
+    /// [without](Self::without).
     pub fn there(&self) -> Arc<[usize]> {
         self.0.there().processes
     }
@@ -172,6 +178,18 @@ impl Runtime {
         self.0.port.go_on_without(lost);
         let mut there = self.0.there.lock().unwrap_or_else(PoisonError::into_inner);
         there.processes = there.processes.iter().copied().filter(|process| !lost.contains(process)).collect();
+    }
+
+    /// Numbers the ranks of worlds that are made from now on so that runs of `together` of them lie inside a process,
+    /// then inside a host, wherever there is [room](Placement::order). Before, processes have ranks in the order in which
+    /// the launcher numbers them. Every process calls it with the same number, at the same place between worlds.
+    pub fn arrange(&self, together: usize) {
+        let mut there = self.0.there.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut processes = there.processes.to_vec();
+        processes.sort_unstable();
+        let hosts: Vec<u64> = processes.iter().map(|&process| self.0.hosts[process]).collect();
+        let order = Placement::order(&hosts, self.0.options.ranks_per_process, together);
+        there.processes = order.into_iter().map(|at| processes[at]).collect();
     }
 
     /// A new world of all ranks. Every process makes the same worlds, in the same order.
@@ -226,24 +244,23 @@ impl Running {
         (first..ranks.min(first + ranks_per_process)).map(enter).collect()
     }
 
-    /// The same moment in every process.
-    fn shared_origin(&self) -> Result<Instant, MpiError> {
+    /// The same moment in every process, and the hosts of all.
+    fn meet(&self) -> Result<(Instant, Vec<u64>), MpiError> {
         let Layout { process, processes, ranks_per_process } = self.port.layout;
         if processes == 1 {
-            return Ok(self.origin);
+            return Ok((self.origin, self.hosts.clone()));
         }
         // Of each process its first rank measures; the others come to the barrier at the end of the world alone.
         let clock = self.join(combine(0, 1), "clock", processes * ranks_per_process, None);
-        let moment = match clock.first() {
-            Some(first) => {
-                let leaders: Vec<usize> = (0..processes).map(|process| process * ranks_per_process).collect();
-                let rest: Vec<_> = clock.iter().skip(1).map(|rank| rank.split("rest", &[rank.rank()])).collect();
-                rest.into_iter().try_for_each(|part| part.map(drop))?;
-                shared_moment(first.split("leaders", &leaders)?)?
-            }
-            None => unreachable!("process {process} has no rank"),
-        };
-        Ok(moment)
+        let Some(first) = clock.first() else { unreachable!("process {process} has no rank") };
+        let leaders: Vec<usize> = (0..processes).map(|process| process * ranks_per_process).collect();
+        let rest: Vec<_> = clock.iter().skip(1).map(|rank| rank.split("rest", &[rank.rank()])).collect();
+        rest.into_iter().try_for_each(|part| part.map(drop))?;
+        let leaders = first.split("leaders", &leaders)?;
+        let moment = shared_moment(leaders.clone())?;
+        let mut hosts = vec![0i64; processes];
+        Group::from(leaders).all_gather_slice(&[self.options.host as i64], &mut hosts)?;
+        Ok((moment, hosts.into_iter().map(|host| host as u64).collect()))
     }
 }
 

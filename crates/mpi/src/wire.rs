@@ -4,10 +4,14 @@
 //! other carries the bytes of large messages, each under a tag of its own, straight from the sender's memory into the
 //! receiver's. Nothing blocks: requests are tested when the wire is polled.
 //!
+//! First messages are received from any process, so that the memory and the work of a poll do not grow with their
+//! number. Where processes may be lost and the others go on, they are received from each process by itself: after a
+//! loss Open MPI 5.0.11 leaves receives from any process pending, and those of the lost process report the loss.
+//!
 //! MPI is initialised, and ended, by the thread that makes and drops the [`Wire`]. Any thread calls it in between, one
 //! at a time, for which THREAD_SERIALIZED is enough.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::error::MpiError;
 use crate::ground::Claim;
@@ -20,14 +24,11 @@ pub(crate) const EAGER: usize = 16 << 10;
 /// The longest first message: a head, and bytes. Longer heads (a fault of thousands of ranks) are sent as bytes.
 pub(crate) const ROOM: usize = EAGER + 4096;
 
-/// First messages that can arrive before this process looks.
-const SLOTS: usize = 16;
+/// First messages that can arrive in place before this process looks: from any process, and from each.
+const SLOTS: [usize; 2] = [16, 2];
 
-/// What a first message begins with: its length, its process, and its number among those of the process to this one.
-pub(crate) const FRAME: usize = 12;
-
-/// Of so many polls one looks at all slots: after a failure the first one may stay open, and messages arrive in others.
-const ALL_SLOTS: usize = 16;
+/// What a first message begins with: its length.
+pub(crate) const FRAME: usize = 4;
 
 /// The largest message of the library. Counts are C `int`s; smaller messages let it do other things in between.
 const CHUNK: usize = 8 << 20;
@@ -54,13 +55,7 @@ pub(crate) struct Wire<T> {
     firsts: Handle,
     larges: Handle,
     largest_tag: usize,
-    /// Receives of first messages, in the order in which they were started.
-    slots: VecDeque<Slot>,
-    polls: usize,
-    /// The number of the next first message to each process, and from it.
-    numbers: Vec<[u32; 2]>,
-    /// First messages that arrived before an earlier one of their process.
-    early: HashMap<(usize, u32), Vec<u8>>,
+    lines: Vec<Line>,
     sends: Vec<Send>,
     receives: Vec<Receive<T>>,
     /// The next tag of a large message to each process.
@@ -68,6 +63,12 @@ pub(crate) struct Wire<T> {
     lost: Vec<bool>,
     /// What the library reported outside of polls.
     noticed: VecDeque<(usize, String)>,
+}
+
+/// Receives of first messages, in the order in which they were started: from this process, or any.
+struct Line {
+    from: Option<usize>,
+    slots: VecDeque<Slot>,
 }
 
 struct Slot {
@@ -111,11 +112,15 @@ impl<T> Wire<T> {
         }
         let (firsts, larges) = (library.duplicate(world)?, library.duplicate(world)?);
         unlink_shared_memory();
-        let largest_tag = library.largest_tag(world)?;
+        let largest_tag = library.largest_tag(world);
         let (tags, lost) = (vec![0; processes], vec![false; processes]);
-        let (slots, noticed) = (VecDeque::new(), VecDeque::new());
-        let (numbers, early) = (vec![[0; 2]; processes], HashMap::new());
-        let (sends, receives) = (Vec::new(), Vec::new());
+        let (sends, receives, noticed) = (Vec::new(), Vec::new(), VecDeque::new());
+        let others = || (0..processes).filter(|&other| other != process).map(Some).collect();
+        let (sources, slots): (Vec<Option<usize>>, _) = match library.goes_on_after_losses(world) {
+            true => (others(), SLOTS[1]),
+            false => (vec![None], SLOTS[0]),
+        };
+        let lines = sources.into_iter().map(|from| Line { from, slots: VecDeque::new() }).collect();
         let mut wire = Wire {
             library,
             level,
@@ -124,18 +129,15 @@ impl<T> Wire<T> {
             firsts,
             larges,
             largest_tag,
-            slots,
-            polls: 0,
-            numbers,
-            early,
+            lines,
             sends,
             receives,
             tags,
             lost,
             noticed,
         };
-        for _ in 0..SLOTS {
-            wire.listen(vec![0; ROOM]);
+        for line in (0..wire.lines.len()).flat_map(|line| std::iter::repeat_n(line, slots)) {
+            wire.listen(line, vec![0; ROOM]);
         }
         Ok(wire)
     }
@@ -157,44 +159,36 @@ impl<T> Wire<T> {
         self.processes
     }
 
-    /// Receives one more first message, into this memory.
-    fn listen(&mut self, mut memory: Vec<u8>) {
+    /// Receives one more first message of a line, into this memory.
+    fn listen(&mut self, line: usize, mut memory: Vec<u8>) {
+        let Line { from, slots } = &mut self.lines[line];
+        if from.is_some_and(|from| self.lost[from]) {
+            return;
+        }
         memory[..FRAME].fill(0); // so that a receive that is over without a message is known
         // SAFETY: the slot holds the memory, whose bytes do not move with it, until the request is over.
-        let request = unsafe { self.library.receive(&mut memory, None, FIRST, self.firsts) };
+        let request = unsafe { self.library.receive(&mut memory, *from, FIRST, self.firsts) };
         match request {
-            Ok(request) => self.slots.push_back(Slot { request, memory }),
-            Err(code) => self.failed(None, code),
+            Ok(request) => slots.push_back(Slot { request, memory }),
+            Err(code) => self.failed(self.lines[line].from, code),
         }
     }
 
-    /// Takes note of the code of a call about a process, or about any.
+    /// Takes note of the code of a call about a process; of one about any nothing follows.
     fn failed(&mut self, process: Option<usize>, code: i32) {
-        let (is_failure, words) = self.library.failure(code);
-        let mut lost: Vec<usize> = process.into_iter().collect();
-        if is_failure {
-            for comm in [self.firsts, self.larges] {
-                lost.extend(self.library.failed(comm));
-            }
-        }
-        let words = if is_failure { "its process ended".to_owned() } else { words };
-        for process in lost {
-            if !std::mem::replace(&mut self.lost[process], true) {
-                self.noticed.push_back((process, words.clone()));
-            }
+        let Some(process) = process else { return };
+        if !std::mem::replace(&mut self.lost[process], true) {
+            let words = self.library.failure(code).unwrap_or_else(|| "its process ended".to_owned());
+            self.noticed.push_back((process, words));
         }
     }
 
     /// Sends a first message: at most [`ROOM`] bytes.
-    pub(crate) fn first(&mut self, to: usize, mut memory: Vec<u8>) {
+    pub(crate) fn first(&mut self, to: usize, memory: Vec<u8>) {
         debug_assert!(memory.len() <= ROOM);
         if self.lost[to] {
             return;
         }
-        let [number, _] = &mut self.numbers[to];
-        memory[4..8].copy_from_slice(&(self.process as u32).to_le_bytes());
-        memory[8..FRAME].copy_from_slice(&number.to_le_bytes());
-        *number = number.wrapping_add(1);
         // SAFETY: `sends` holds the memory, whose bytes do not move with it, until the request is over.
         match unsafe { self.library.send(&memory, to, FIRST, self.firsts) } {
             Ok(request) => self.sends.push(Send { request, to, _bytes: Held::First { _memory: memory } }),
@@ -240,24 +234,21 @@ impl<T> Wire<T> {
     /// What has happened since the last poll. Whether there was anything.
     pub(crate) fn poll(&mut self, mut event: impl FnMut(Event<T>)) -> bool {
         let (mut any, mut failed) = (false, Vec::new());
-        self.polls = self.polls.wrapping_add(1);
-        let (looks_at_all, mut at) = (self.polls.is_multiple_of(ALL_SLOTS), 0);
-        while let Some(slot) = self.slots.get_mut(at) {
-            match self.library.test(&mut slot.request) {
-                Ok(true) => {
-                    any = true;
-                    let Some(slot) = self.slots.remove(at) else { break };
-                    self.arrived(&slot.memory, &mut event);
-                    self.listen(slot.memory);
-                    continue;
+        for line in 0..self.lines.len() {
+            while let Some(slot) = self.lines[line].slots.front_mut() {
+                let tested = self.library.test(&mut slot.request);
+                if tested == Ok(false) {
+                    break;
                 }
-                Ok(false) => {}
-                // The receive goes on when the failure has been noted.
-                Err(code) => failed.push((None, code)),
-            }
-            at += 1;
-            if !looks_at_all {
-                break;
+                any = true;
+                let Some(slot) = self.lines[line].slots.pop_front() else { break };
+                match tested {
+                    Ok(_) => {
+                        message(&slot.memory).into_iter().for_each(|message| event(Event::First(message)));
+                        self.listen(line, slot.memory);
+                    }
+                    Err(code) => failed.push((self.lines[line].from, code)),
+                }
             }
         }
         let library = &self.library;
@@ -295,25 +286,6 @@ impl<T> Wire<T> {
         any
     }
 
-    /// Passes on a first message, once those of its process before it are here.
-    fn arrived(&mut self, memory: &[u8], event: &mut impl FnMut(Event<T>)) {
-        let [length, process, number] = frame(memory);
-        if (length as usize) < FRAME {
-            return; // no message
-        }
-        let (process, message) = (process as usize, &memory[FRAME..(length as usize).min(memory.len())]);
-        if process >= self.numbers.len() {
-            return; // of another program
-        }
-        self.early.insert((process, number), message.to_vec());
-        loop {
-            let [_, next] = &mut self.numbers[process];
-            let Some(message) = self.early.remove(&(process, *next)) else { break };
-            *next = next.wrapping_add(1);
-            event(Event::First(message));
-        }
-    }
-
     /// Whether messages are under way, in either direction, that this process must wait for.
     pub(crate) fn is_busy(&self) -> bool {
         !(self.sends.is_empty() && self.receives.is_empty())
@@ -325,10 +297,11 @@ impl<T> Wire<T> {
     pub(crate) fn close(mut self, abandoned: bool) {
         if abandoned || self.lost.contains(&true) || self.is_busy() {
             // The library may still write to this memory.
-            std::mem::forget((self.slots, self.sends, self.receives));
+            std::mem::forget((self.lines, self.sends, self.receives));
             return;
         }
-        self.slots.iter_mut().for_each(|slot| self.library.cancel(&mut slot.request));
+        let slots = self.lines.iter_mut().flat_map(|line| &mut line.slots);
+        slots.for_each(|slot| self.library.cancel(&mut slot.request));
         [self.firsts, self.larges].into_iter().for_each(|comm| self.library.free(comm));
         self.library.finalize();
     }
@@ -358,11 +331,8 @@ pub(crate) fn sealed(mut memory: Vec<u8>) -> Vec<u8> {
     memory
 }
 
-/// The numbers that a first message begins with.
-fn frame(memory: &[u8]) -> [u32; FRAME / 4] {
-    [0, 1, 2].map(|at| {
-        let mut number = [0; 4];
-        number.copy_from_slice(&memory[4 * at..4 * at + 4]);
-        u32::from_le_bytes(number)
-    })
+/// The first message in the memory of a receive that is over, if there is one.
+fn message(memory: &[u8]) -> Option<Vec<u8>> {
+    let length = u32::from_le_bytes(*memory.first_chunk()?) as usize;
+    memory.get(FRAME..length).map(<[u8]>::to_vec)
 }

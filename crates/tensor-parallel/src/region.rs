@@ -50,11 +50,12 @@ impl Region {
         Self { cut_over: axes.into() }
     }
 
-    /// The same, where this axis cuts the sequence or does not.
+    /// The same, where these axes cut the sequence or do not.
     #[must_use]
-    pub fn with(self, axis: Axis, cuts: bool) -> Self {
-        let others = self.cut_over.iter().copied().filter(|other| *other != axis);
-        Self { cut_over: others.chain(cuts.then_some(axis)).collect() }
+    pub fn with(self, axes: impl Into<Axes>, cuts: bool) -> Self {
+        let axes = axes.into();
+        let others = self.cut_over.iter().filter(|other| !axes.contains(other));
+        Self { cut_over: others.chain(axes.iter().filter(|_| cuts)).copied().collect() }
     }
 
     /// The type of an activation in this region on an axis.

@@ -2,6 +2,7 @@
 
 use crate::config::{Config, Device as Where, Fault};
 use meshwork_core::Communicator;
+use meshwork_core::comm::record;
 use meshwork_cpu::Cpu;
 use meshwork_tensor::{Device, Error, Precision};
 use std::fmt;
@@ -14,14 +15,18 @@ pub struct Devices(DeviceKind);
 #[derive(Clone)]
 enum DeviceKind {
     Cpu(Precision),
+    Own(Arc<Own>),
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     Cuda(Arc<cuda::Open>),
 }
+
+type Own = dyn Fn(Arc<dyn Communicator>) -> Result<RankDevice, Error> + Send + Sync;
 
 impl fmt::Debug for Devices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match &self.0 {
             DeviceKind::Cpu(_) => "Devices(cpu)",
+            DeviceKind::Own(_) => "Devices(own)",
             #[cfg(any(feature = "cuda", feature = "emulator"))]
             DeviceKind::Cuda(_) => "Devices(cuda)",
         })
@@ -55,6 +60,11 @@ impl Devices {
         Ok(Self::cpu(config.training.matmul_dtype.precision()))
     }
 
+    /// Devices of your own: `open` makes the device of a rank, and wraps its communicator where the device needs that.
+    pub fn own(open: impl Fn(Arc<dyn Communicator>) -> Result<RankDevice, Error> + Send + Sync + 'static) -> Self {
+        Self(DeviceKind::Own(Arc::new(open)))
+    }
+
     /// Devices that `open` makes, by the rank's number among those of its host.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
@@ -69,6 +79,7 @@ impl Devices {
     pub fn rank(&self, world: Arc<dyn Communicator>) -> Result<RankDevice, Error> {
         match &self.0 {
             DeviceKind::Cpu(precision) => Ok(RankDevice { device: Arc::new(Cpu::new(*precision)), world }),
+            DeviceKind::Own(open) => open(world),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
             DeviceKind::Cuda(open) => Ok(RankDevice { device: open(cuda::rank_on_host(&world)?)?, world }),
         }
@@ -78,6 +89,7 @@ impl Devices {
     pub fn alone(&self) -> Result<Arc<dyn Device>, Error> {
         match &self.0 {
             DeviceKind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
+            DeviceKind::Own(open) => Ok(open(record::communicator("world", 0, vec![0])?)?.device),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
             DeviceKind::Cuda(open) => Ok(open(0)?),
         }

@@ -57,6 +57,9 @@ pub enum RankError {
     /// A step that has other bits where it runs again.
     #[error(transparent)]
     Replay(#[from] Box<OtherBits>),
+    /// A loss after which there is nothing to go on from.
+    #[error("no snapshot in memory is whole, and there is no checkpoint.dir to go on from: {0}")]
+    NoSnapshot(String),
     /// Ranks that are not the same run.
     #[error("the ranks of this run differ:\n  {}", .0.join("\n  "))]
     Differences(Vec<String>),

@@ -2,6 +2,7 @@
 //!
 //! More than 400 lines: a run from top to bottom, with the text of what goes wrong on the way.
 
+use crate::checkpoint::POSITION;
 use crate::checkpoint::export::{Planned, export};
 use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};
 use crate::config::{Config, ValidationCompression};
@@ -10,6 +11,7 @@ use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
+use crate::peers::{Peers, Restored, Snapshots};
 use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
@@ -24,6 +26,7 @@ use meshwork_engine::{AtCuts, ModelPlan, RankTime, StepReport, TrainError, Train
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, MemoryUse, ParamSpec};
+use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,9 +53,10 @@ pub struct Outcome {
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    Joined::from_config(config)?.run(config, |world, told, config| {
+    let peers = Peers::default();
+    Joined::from_config(config)?.run(config, &peers, |world, told, config| {
         let devices = world.prepare(|| Devices::open(config))?;
-        train_by(world, told, &devices, config, data, metrics, stop)
+        train_by(world, (told, Some(&peers)), &devices, config, data, metrics, stop)
     })
 }
 
@@ -70,13 +74,13 @@ pub fn train_in(
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, RunError> {
-    train_by(world, Vec::new(), devices, config, data, metrics, stop)
+    train_by(world, (Vec::new(), None), devices, config, data, metrics, stop)
 }
 
-/// [`train_in`], where rank 0 tells first how the ranks were joined.
+/// [`train_in`], where rank 0 tells first how the ranks were joined, and `peers` keep snapshots.
 fn train_by(
     world: &World,
-    told: Vec<String>,
+    (told, peers): (Vec<String>, Option<&Peers>),
     devices: &Devices,
     config: &Config,
     data: &Data,
@@ -106,7 +110,8 @@ fn train_by(
     let files = world.prepare(|| Files::from_config(config).map_err(RankError::from))?;
     let replays = world.prepare(|| Replays::from_config(config))?;
     let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
-    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, told };
+    let launch =
+        Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, peers, handshake, told };
     let ended = world.run_with(config.comm.options(), |world| {
         let world = world.communicator().clone();
         launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
@@ -127,6 +132,7 @@ struct Launch<'a> {
     devices: &'a Devices,
     files: Option<&'a Files>,
     replays: Option<Replays>,
+    peers: Option<&'a Peers>,
     /// What processes compare, where there are several.
     handshake: Option<Handshake>,
     /// How they were joined, in words.
@@ -144,6 +150,9 @@ impl Launch<'_> {
         let mut log = dir.map(|dir| RankLog::open(dir, &group)).transpose()?;
         let run = || {
             let notes = self.meet(&mesh, &group)?;
+            let peers = self.peers.filter(|_| config.keeps_snapshots());
+            let snapshots = peers.and_then(|peers| Snapshots::join(peers, world.clone()));
+            let restored = peers.and_then(|peers| peers.restored(world.rank() % config.comm.ranks_per_process));
             let RankDevice { device, world } = devices.rank(world)?;
             let replay =
                 self.replays.as_ref().map(|replays| Replay::join(replays, devices, world.clone())).transpose()?;
@@ -159,6 +168,8 @@ impl Launch<'_> {
                 notes,
                 log: &mut log,
                 replay,
+                snapshots,
+                restored,
                 stragglers: self.handshake.is_some().then(|| Stragglers::new(&mesh)),
             };
             let outcome = run(config, data, told, stop, (rank.clone(), probe.device(device)), files, &probe);
@@ -192,13 +203,16 @@ struct Told<'a> {
     notes: Vec<String>,
     log: &'a mut Option<RankLog>,
     replay: Option<Replay<'a>>,
+    snapshots: Option<Snapshots<'a>>,
+    /// The state with which it goes on after a loss.
+    restored: Option<Restored>,
     stragglers: Option<Stragglers>,
 }
 
 fn run(
     config: &Config,
     data: &Data,
-    Told { metrics, notes, log, replay, mut stragglers }: Told<'_>,
+    Told { metrics, notes, log, replay, snapshots, restored, mut stragglers }: Told<'_>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
     files: Option<&Files>,
@@ -216,16 +230,20 @@ fn run(
     let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
     require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
+    if let Some(restored) = restored {
+        restored.load_into(&mut trainer)?;
+        resumed = Some(Continued::from_snapshot(restored, data));
+    }
     if let (Some(dir), Some(files)) = (&config.checkpoint.dir, files) {
         let dir = Path::new(dir);
         // What rank 0 says of the run is kept.
         let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
         saver = Some(Saver::new(config, files, dir, trainer.rank(), run)?);
-        if config.checkpoint.resume {
+        if config.checkpoint.resume && resumed.is_none() {
             resumed = resume_run(&mut trainer, config, data, files, dir, stop)?;
-            if let (Some(saver), Some(continued)) = (&mut saver, &resumed) {
-                saver.goes_on_from(continued.resumed.step);
-            }
+        }
+        if let (Some(saver), Some(continued)) = (&mut saver, &resumed) {
+            saver.goes_on_from(continued.resumed.step);
         }
     }
     if let (Some(folder), None) = (&config.model.init_from, &resumed) {
@@ -250,6 +268,10 @@ fn run(
         reporter.notes([text]);
     }
     let mut taken = 0; // samples, since the run began or went on
+    if let Some(snapshots) = &snapshots {
+        let told = snapshots.take(&trainer, json!({ POSITION: data.position(taken) }))?;
+        reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
+    }
     let mut has_replayed = false;
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
@@ -275,9 +297,12 @@ fn run(
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
+        let keeps = begun < steps && begun.is_multiple_of(config.checkpoint.peer_every.max(1));
+        let snapshots = snapshots.as_ref();
+        let keeps = snapshots.filter(|_| keeps);
         // A replay begins and ends with complete steps.
         let replays = config.training.replay_every > 0 && (is_replayed(begun) || is_replayed(begun + 1));
-        if validates || checks || saves || replays || stopped || begun == steps {
+        if validates || checks || saves || keeps.is_some() || replays || stopped || begun == steps {
             reports.extend(trainer.flush(|event| probe.observe(event))?);
         }
         if checks {
@@ -309,6 +334,12 @@ fn run(
         if let Some(last) = reports.last() {
             let loss = reports.iter().rev().find(|report| report.terms > 0).map(|report| report.loss);
             outcome = Outcome { steps: last.step, loss: loss.or(outcome.loss), stopped, ..outcome };
+        }
+        if let (Some(snapshots), Some(last)) = (snapshots, reports.last()) {
+            snapshots.complete(last.step);
+        }
+        if let Some(snapshots) = keeps {
+            snapshots.take(&trainer, json!({ POSITION: data.position(taken) }))?;
         }
         if let Some(saver) = &mut saver {
             let told = if saves { saver.save(&trainer, &data.position(taken))? } else { saver.poll() };

@@ -6,7 +6,7 @@ use crate::config::{Config, Dtype};
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
-use crate::replay;
+use crate::{peers, replay};
 use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::dry_run::bytes_on;
@@ -21,6 +21,7 @@ pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     text += &replay::report(config)?;
+    text += &peers::report(config)?;
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
         let files = save_plan(&config.model(), &plan)?;

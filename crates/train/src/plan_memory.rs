@@ -70,6 +70,7 @@ fn changes(config: &Config, base: &Config) -> impl Iterator<Item = (&'static str
             ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
             ("memory.recompute", config.memory.recompute.to_string()),
             ("memory.loss_chunk", config.memory.loss_chunk.to_string()),
+            ("memory.sequence_block", config.memory.sequence_block.to_string()),
             ("memory.offload", config.memory.offload.name().to_owned()),
             (FOLDER, config.memory.offload_dir.clone().unwrap_or_default()),
             ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
@@ -112,17 +113,18 @@ fn combinations(config: &Config) -> Vec<Config> {
     let recompute = RECOMPUTE.map(Recomputed::Word).into_iter().skip_while(|word| *word != own);
     let recompute: Vec<Recomputed> = recompute.collect();
     let recompute = if recompute.is_empty() { vec![own] } else { recompute };
-    let chunks = loss_chunks(config);
+    let tokens = tokens_at_a_time(config);
     let mut found = Vec::new();
     for &num_microbatches in &micros {
         for &recompute in &recompute {
             for offload in offloads(config.memory.offload, config.compress.aqsgd) {
-                for &loss_chunk in &chunks {
+                for &[loss_chunk, sequence_block] in &tokens {
                     for zero_stage in stages.clone() {
                         let mut tried = config.clone();
                         tried.parallelism.zero_stage = zero_stage;
                         tried.memory.recompute = recompute;
                         tried.memory.loss_chunk = loss_chunk;
+                        tried.memory.sequence_block = sequence_block;
                         tried.memory.offload = offload;
                         if offload != OffloadWord::None && config.device == Device::Cpu {
                             tried.memory.offload_dir.get_or_insert_with(|| HERE.to_owned());
@@ -138,12 +140,17 @@ fn combinations(config: &Config) -> Vec<Config> {
     found
 }
 
-/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all of them are wider than
-/// any other activation.
-fn loss_chunks(config: &Config) -> Vec<usize> {
-    let (own, model) = (config.memory.loss_chunk, &config.model);
-    let wide = model.vocab_size > WIDEST * model.hidden_size;
-    if own == 0 && wide { vec![0, model.seq_len.div_ceil(4).min(LOSS_CHUNK)] } else { vec![own] }
+/// How many tokens' logits, and how many tokens' inner features, may exist at a time: as many as now; logits of a chunk
+/// where all of them are wider than any other activation; inner features of as many tokens as a token has features
+/// where a rank has more, as ALST cuts its networks (arXiv:2506.13996).
+fn tokens_at_a_time(config: &Config) -> Vec<[usize; 2]> {
+    let (memory, model) = (&config.memory, &config.model);
+    let wide = memory.loss_chunk == 0 && model.vocab_size > WIDEST * model.hidden_size;
+    let long = memory.sequence_block == 0 && model.seq_len / config.parallelism.cp.max(1) > model.hidden_size;
+    let chunks = [Some(memory.loss_chunk), wide.then(|| model.seq_len.div_ceil(4).min(LOSS_CHUNK))];
+    let blocks = [Some(memory.sequence_block), long.then_some(model.hidden_size)];
+    let with = |block: usize| chunks.into_iter().flatten().map(move |chunk| [chunk, block]);
+    blocks.into_iter().flatten().flat_map(with).collect()
 }
 
 /// The offloads that include `own`. Histories of samples exist with `aqsgd` alone.
@@ -216,8 +223,8 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     }
     text += &least.map_or(String::new(), |least| line("least memory", least));
     text += &format!(
-        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.loss_chunk, memory.offload and \
-         pipeline.num_microbatches. Times are \
+        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.loss_chunk, \
+         memory.sequence_block, memory.offload and pipeline.num_microbatches. Times are \
          estimates: the FLOPs of a step, {FLOPS_PER_BYTE} for each byte that a rank communicates, and {FLOPS_PER_DISK_BYTE} for each that goes \
          to a disk or comes from it.\n",
         candidates.len()
@@ -301,6 +308,23 @@ mod tests {
         let data = crate::Data::open(&named).unwrap();
         let outcome = crate::train(&named, &data, None, &AtomicBool::new(false)).unwrap();
         assert_eq!(outcome.steps, 1);
+    }
+
+    /// Where a rank has more tokens than features, the inner features of a few tokens at a time are proposed.
+    #[test]
+    fn the_inner_features_of_a_few_tokens_are_proposed_where_sequences_are_long() {
+        let words = "--set memory.sequence_block=16";
+        let small = |seq: usize, cp: usize| {
+            let model = "[model]\nvocab_size = 64\nnum_layers = 1\nhidden_size = 16\nnum_heads = 2";
+            format!("{model}\nseq_len = {seq}\n[parallelism]\ncp = {cp}\n")
+        };
+        let named = |seq, cp| savings(&config(0, &small(seq, cp))).iter().any(|(settings, _)| settings == words);
+        assert!(named(128, 1) && named(128, 2) && !named(32, 2));
+        let all = candidates(&config(0, &small(128, 2)));
+        let without = all.iter().filter(|candidate| candidate.config.memory.sequence_block == 0);
+        let limit = without.map(|candidate| candidate.most.total()).min().unwrap() - 1;
+        let fault = too_large(&config(limit, &small(128, 2))).unwrap();
+        assert!(fault.valid.starts_with("use --set ") && fault.valid.contains(words), "{fault}");
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! Where the ranks of a mesh are: their processes and hosts.
 //!
 //! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie
-//! inside a process, then inside a host, wherever their degrees allow it and the launcher fills a host before the next.
+//! inside a process, then inside a host, wherever their degrees allow it. [`Placement::order`] numbers processes so that
+//! this holds however the launcher has dealt them out to hosts.
 
 use crate::axes::Axis;
 use crate::comm::{CommError, Group};
 use crate::mesh::Mesh;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
 
 /// The process and the host of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,16 +35,55 @@ pub enum Within {
 impl Placement {
     /// Processes of `ranks_per_process` consecutive ranks each, on the hosts with these names.
     pub fn new<S: AsRef<str>>(hosts_of_processes: &[S], ranks_per_process: usize) -> Self {
-        let mut hosts: Vec<String> = Vec::new();
-        let host = hosts_of_processes.iter().map(AsRef::as_ref).map(|name| {
-            hosts.iter().position(|host| host == name).unwrap_or_else(|| {
-                hosts.push(name.to_owned());
-                hosts.len() - 1
-            })
+        let mut numbers = HashMap::new();
+        let host = hosts_of_processes.iter().map(|name| {
+            let next = numbers.len();
+            *numbers.entry(name.as_ref()).or_insert(next)
         });
         let host: Vec<usize> = host.collect();
+        let mut hosts = vec![String::new(); numbers.len()];
+        numbers.into_iter().for_each(|(name, number)| name.clone_into(&mut hosts[number]));
         let process = (0..host.len()).flat_map(|process| std::iter::repeat_n(process, ranks_per_process)).collect();
         Self { process, host, hosts }
+    }
+
+    /// The order in which processes on these hosts get ranks, `ranks_per_process` consecutive ones each, so that runs of
+    /// `together` ranks (the groups of tp) lie inside a process, then inside a host, wherever there is room. A launcher
+    /// that deals processes out to hosts in turn does not place them so. Process 0 stays the first.
+    ///
+    /// ```
+    /// use meshwork_core::launcher::Placement;
+    ///
+    /// // tp=2, a process a rank: the processes of each host are neighbours.
+    /// assert_eq!(Placement::order(&["a", "b", "a", "b"], 1, 2), [0, 2, 1, 3]);
+    /// // Hosts of three and five: one group must reach over both, whatever the order.
+    /// assert_eq!(Placement::order(&["a", "a", "a", "b", "b", "b", "b", "b"], 1, 2), [0, 1, 2, 3, 4, 5, 6, 7]);
+    /// ```
+    pub fn order<H: Eq + Hash>(hosts_of_processes: &[H], ranks_per_process: usize, together: usize) -> Vec<usize> {
+        let (each, together, hosts) = (ranks_per_process.max(1), together.max(1), hosts_of_processes);
+        let natural: Vec<usize> = (0..hosts.len()).collect();
+        // Groups that reach over hosts.
+        let reach_over = |order: &[usize]| {
+            let host = |rank: usize| &hosts[order[rank / each]];
+            let groups = (0..order.len() * each / together).map(|group| group * together);
+            groups.filter(|&first| (first..first + together).any(|rank| host(rank) != host(first))).count()
+        };
+        // So many processes begin and end with a group.
+        let block = (1..=together).find(|processes| (processes * each).is_multiple_of(together)).unwrap_or(1);
+        let (mut numbers, mut by_host) = (HashMap::new(), Vec::<Vec<usize>>::new());
+        for (process, host) in hosts.iter().enumerate() {
+            let number = *numbers.entry(host).or_insert(by_host.len());
+            by_host.resize_with(by_host.len().max(number + 1), Vec::new);
+            by_host[number].push(process);
+        }
+        let (mut whole, mut rest) = (Vec::new(), Vec::new());
+        for of_host in by_host {
+            let (blocks, left) = of_host.split_at(of_host.len() / block * block);
+            whole.extend_from_slice(blocks);
+            rest.extend_from_slice(left);
+        }
+        let order = if whole.first() == Some(&0) { [whole, rest] } else { [rest, whole] }.concat();
+        if reach_over(&order) < reach_over(&natural) { order } else { natural }
     }
 
     /// The placement of a world, on its rank 0; `None` on the others. `host` is the name of this rank's host, and every
@@ -79,7 +120,9 @@ impl Placement {
                 _ => Within::Hosts,
             }
         };
-        (0..self.process.len().min(mesh.world_size())).map(of_rank).max().unwrap_or(Within::Process)
+        // The first rank of each group stands for it.
+        let firsts = (0..self.process.len().min(mesh.world_size())).filter(|&rank| mesh.coords(rank).get(axis) == 0);
+        firsts.map(of_rank).max().unwrap_or(Within::Process)
     }
 
     /// The placement in words: `16 ranks: 4 processes on 2 hosts by Slurm, mesh tp=4 inside a host, dp=2 across hosts`.

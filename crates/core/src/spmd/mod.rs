@@ -164,14 +164,14 @@ impl Types {
     /// refuses any other; [`Types::from_signature`] reads the types back for the error.
     pub fn signature(&self, dtype: crate::DType, shape: &[usize]) -> u64 {
         let codes = self.0.iter().rev().fold(0, |bits, ty| bits << 4 | ty.map_or(0, Ty::code));
-        // FNV-1a over dtype and shape, folded to the 44 bits left of the types.
+        // FNV-1a over dtype and shape, folded to the 40 bits left of the types.
         let mut hash = 0xcbf2_9ce4_8422_2325u64;
         for word in
             std::iter::once(dtype.size() as u64 * 31 + dtype as u64).chain(shape.iter().map(|&extent| extent as u64))
         {
             hash = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
         }
-        (hash ^ hash >> 44) << (4 * Axis::COUNT) | codes
+        (hash ^ hash >> 40) << (4 * Axis::COUNT) | codes
     }
 
     /// The types that a [`signature`](Self::signature) was made of.

@@ -231,6 +231,31 @@ fn tp_over_hosts_is_warned_of_with_what_would_fit() {
     assert_eq!(Placement::new(&["a", "b"], 1).warning(&mesh("dp=2")), None);
 }
 
+/// Processes on one to three hosts, dealt out in every way: groups reach over hosts only where they must.
+#[test]
+fn processes_are_numbered_so_that_tp_lies_inside_a_host() {
+    for (dealt, each, tp) in
+        (0..3usize.pow(6)).flat_map(|dealt| [(1, 2), (1, 3), (2, 4), (2, 3)].map(|(k, tp)| (dealt, k, tp)))
+    {
+        let hosts: Vec<usize> = (0..6).map(|process| dealt / 3usize.pow(process) % 3).collect();
+        let order = Placement::order(&hosts, each, tp);
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert!(sorted == [0, 1, 2, 3, 4, 5] && order[0] == 0, "{order:?} of {hosts:?}");
+        let host = |rank: usize| hosts[order[rank / each]];
+        let over = (0..6 * each).step_by(tp).filter(|&first| (first..first + tp).any(|rank| host(rank) != host(first)));
+        // In blocks that begin and end with a group, a host is left with fewer processes than a block.
+        let block = [1, 2, 3].into_iter().find(|processes| (processes * each).is_multiple_of(tp)).unwrap();
+        let left: usize = (0..3).map(|host| hosts.iter().filter(|&&it| it == host).count() % block).sum();
+        let groups = left * each / tp;
+        assert!(
+            over.clone().count() <= groups,
+            "{} groups, {order:?} of {hosts:?}, {each} each, tp={tp}",
+            over.count()
+        );
+    }
+}
+
 /// Rank 0 learns the hosts of all processes.
 #[test]
 fn a_placement_is_gathered_on_rank_0() {

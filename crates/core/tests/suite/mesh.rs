@@ -14,7 +14,7 @@ fn mesh(text: &str) -> Mesh {
 
 /// All sets of axes.
 fn products() -> impl Iterator<Item = Vec<Axis>> {
-    (0..16).map(|set| Axis::ALL.into_iter().filter(|&axis| set >> axis as usize & 1 == 1).collect())
+    (0..32).map(|set| Axis::ALL.into_iter().filter(|&axis| set >> axis as usize & 1 == 1).collect())
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn run_mesh_gives_every_thread_its_rank() {
 /// What each group of each rank sums to, against the definition: ranks that are equal on all other axes.
 #[test]
 fn a_reduction_over_a_product_of_axes_is_one_sum_over_its_ranks() {
-    for text in ["dp=2,cp=2", "tp=2,cp=2,dp=2,pp=2", "tp=3,dp=2,pp=2", "dp=4", "dp=1", "cp=2,pp=3"] {
+    for text in ["dp=2,cp=2", "cp=4,ep=2", "tp=2,cp=2,dp=2,pp=2", "tp=3,dp=2,pp=2", "dp=4", "dp=1", "cp=2,pp=3"] {
         let mesh = mesh(text);
         World::threads(&mesh)
             .run_mesh(&mesh, |rank| {
@@ -196,26 +196,42 @@ fn groups_of_a_mesh_with_experts_have_their_names() {
     assert_eq!(names("dp=2,ep=2"), ["dp of 2", "ep of 2", "edp of 1", "tp of 1"]);
     assert_eq!(names("dp=2,ep=2,tp=2"), ["dp of 2", "ep of 2", "edp of 1", "tp of 2"]);
     assert_eq!(names("dp=2,tp=2"), ["dp of 2", "ep of 1", "dp of 2", "tp of 2"]);
+    let part = Rank::recording(&mesh("cp=6,ep=3,dp=2"), 0).unwrap();
+    let groups = [&Axis::CONTEXT[..], &[Axis::Cep], &[Axis::Cp], &[Axis::Cep, Axis::Cp, Axis::Dp]];
+    let groups = groups.map(|axes| format!("{} of {}", part.group_over(axes).name(), part.group_over(axes).size()));
+    assert_eq!(groups, ["cp of 6", "cep of 3", "ecp of 2", "world of 12"]);
+    assert_eq!(part.group(Axis::Cep).world_ranks(), [0, 1, 2], "neighbours share out the experts");
     assert_eq!(names("dp=1"), ["dp of 1", "ep of 1", "dp of 1", "tp of 1"]);
 }
 
-/// Where ep does not divide dp it takes all ranks of cp, and ranks of dp for the rest.
+/// Where ep does not divide dp it takes all ranks of cp, and ranks of dp for the rest, or a part of cp.
 #[test]
 fn experts_borrow_ranks_of_cp() {
     for (text, axes, ep) in [
         ("cp=2,ep=2,dp=2", &[Axis::Ep][..], 2), // ranks of dp, which it divides
         ("cp=4,ep=8,dp=2", &[Axis::Cp, Axis::Ep], 2),
         ("tp=2,cp=3,ep=3,dp=2", &[Axis::Cp, Axis::Ep], 1),
+        ("cp=8,ep=4,dp=2", &[Axis::Cep, Axis::Ep], 2), // a part of cp and all of dp
+        ("cp=6,ep=3,dp=2", &[Axis::Cep, Axis::Ep], 1),
     ] {
         let mesh = mesh(text);
         assert_eq!((&*mesh.expert_axes(), mesh.degree(Axis::Ep)), (axes, ep), "{text}");
         assert_eq!(mesh.to_string().parse(), Ok(mesh.clone()), "{text}: {mesh}");
         assert_eq!(mesh.data_degree(), 2, "{text}");
     }
+    for (dp, cp) in (1..7).flat_map(|dp| (1..7).map(move |cp| (dp, cp))) {
+        for ep in 1..=dp * cp {
+            let made = Mesh::of_degrees([1, cp, ep, dp, 1]);
+            assert_eq!(made.is_ok(), (dp * cp).is_multiple_of(ep), "dp={dp},cp={cp},ep={ep}");
+            let Ok(mesh) = made else { continue };
+            let of = (mesh.world_size(), mesh.context_degree(), mesh.data_degree(), mesh.expert_degree());
+            assert_eq!(of, (dp * cp, cp, dp, ep), "dp={dp},cp={cp},ep={ep}");
+            let sharers = mesh.group(0, &mesh.expert_axes());
+            assert_eq!(sharers.len(), ep, "each rank of {mesh} holds other experts");
+        }
+    }
     let told = "dp=2,cp=4,ep=6".parse::<Mesh>().unwrap_err().to_string();
-    assert_eq!(
-        told,
-        "ep=6 does not divide dp=2: the experts are shared out among ranks of dp, or among all of cp=4 and ranks of dp"
-    );
+    assert_eq!(told, "ep=6 does not divide dp=2 times cp=4: the experts are shared out among ranks of dp and cp");
+    assert!("cep=2".parse::<Mesh>().is_err());
     assert_eq!(mesh("dp=2,cp=2,pp=2,tp=1").product_names(), ["dp+cp", "pp+cp", "pp+dp"]);
 }

@@ -65,7 +65,7 @@ fn slices_join_and_fall_into_samples() {
         let (sample, row, column) = (first as usize + place / 6, coords.get(Axis::Tp) * 3 + place / 2 % 3, place % 2);
         (100 * sample + 10 * row + column) as f32
     });
-    let (pieces, differ) = assemble(&program, (0, 0), &records);
+    let (pieces, differ) = assemble(&program, (0, 0), &records, &TokenPlaces::default());
     assert_eq!(differ, None);
     assert!(pieces.keys().copied().eq((0..8).map(Unit::Sample)));
     for (unit, piece) in &pieces {
@@ -84,7 +84,7 @@ fn a_dim_cut_twice_joins_as_it_was_cut() {
     let records = records(&program, 1, |coords, _, place| {
         ((coords.get(Axis::Cp) * 2 + coords.get(Axis::Tp)) * 2 + place % 2) as f32
     });
-    let (pieces, _) = assemble(&program, (0, 0), &records);
+    let (pieces, _) = assemble(&program, (0, 0), &records, &TokenPlaces::default());
     let wanted: Vec<f32> = (0..12).map(|at| at as f32).collect();
     assert_eq!(numbers(&pieces[&Unit::Sample(1)]), wanted);
 }
@@ -94,7 +94,7 @@ fn shares_add_up_in_the_tree_of_reductions() {
     let shares = [1e8f32, 3.3, -1e8, 7.7, 0.1];
     let program = program("tp=5,dp=1", &[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))], &[2], None);
     let records = records(&program, 1, |coords, _, _| shares[coords.get(Axis::Tp)]);
-    let (pieces, _) = assemble(&program, (0, 0), &records);
+    let (pieces, _) = assemble(&program, (0, 0), &records, &TokenPlaces::default());
     let [a, b, c, d, e] = shares;
     assert_eq!(numbers(&pieces[&Unit::Sample(0)]), [((a + b) + (c + d)) + e]);
     assert_ne!(((a + b) + (c + d)) + e, shares.iter().sum::<f32>(), "the values must tell orders apart");
@@ -106,7 +106,7 @@ fn padding_is_cut_off() {
     for (extent, wanted) in [(Some(7), 7), (None, 8)] {
         let program = program("tp=4,dp=1", &types, &[2, 2], extent);
         let records = records(&program, 1, |coords, _, place| (coords.get(Axis::Tp) * 2 + place % 2) as f32);
-        let (pieces, _) = assemble(&program, (0, 0), &records);
+        let (pieces, _) = assemble(&program, (0, 0), &records, &TokenPlaces::default());
         let numbers = numbers(&pieces[&Unit::Sample(1)]);
         assert_eq!(numbers, (0..wanted).map(|at| at as f32).collect::<Vec<_>>());
         assert_eq!(pieces[&Unit::Sample(1)].dims, [wanted]);
@@ -118,16 +118,16 @@ fn what_has_no_samples_stays_whole_and_values_of_their_own_lie_side_by_side() {
     // One number per micro-batch, as of a loss.
     let sums = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[1], None);
     let records_of = |program: &Program| records(program, 2, |_, first, place| first as f32 + place as f32);
-    let (pieces, _) = assemble(&sums, (0, 0), &records_of(&sums));
+    let (pieces, _) = assemble(&sums, (0, 0), &records_of(&sums), &TokenPlaces::default());
     let units: Vec<Unit> = pieces.keys().copied().collect();
     assert_eq!(units, [0, 2, 4, 6].map(|first| Unit::Micro(first, 2)));
     // Two numbers per micro-batch, though that is its number of samples.
     let two = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[2], None);
-    let (pieces, _) = assemble(&two, (0, 0), &records_of(&two));
+    let (pieces, _) = assemble(&two, (0, 0), &records_of(&two), &TokenPlaces::default());
     assert!(pieces.keys().copied().eq([0, 2, 4, 6].map(|first| Unit::Micro(first, 2))));
     // One number per sample.
     let each = program("dp=2", &[(Axis::Dp, Ty::Shard(0))], &[2], None);
-    let (pieces, _) = assemble(&each, (0, 0), &records_of(&each));
+    let (pieces, _) = assemble(&each, (0, 0), &records_of(&each), &TokenPlaces::default());
     assert!(
         pieces
             .iter()
@@ -136,11 +136,17 @@ fn what_has_no_samples_stays_whole_and_values_of_their_own_lie_side_by_side() {
     );
     // Whole over dp: one value, of all dp ranks together.
     let whole = program("dp=2", &[(Axis::Dp, Ty::Invariant)], &[2], None);
-    let (pieces, differ) = assemble(&whole, (0, 0), &records(&whole, 1, |_, _, place| place as f32));
+    let (pieces, differ) =
+        assemble(&whole, (0, 0), &records(&whole, 1, |_, _, place| place as f32), &TokenPlaces::default());
     assert_eq!((pieces.keys().copied().collect::<Vec<_>>(), differ), (vec![Unit::Micro(0, 2)], None));
 
     let varying = program("tp=3,dp=1", &[(Axis::Tp, Ty::Varying), (Axis::Dp, Ty::Partial)], &[1], None);
-    let (pieces, _) = assemble(&varying, (0, 0), &records(&varying, 1, |coords, _, _| coords.get(Axis::Tp) as f32));
+    let (pieces, _) = assemble(
+        &varying,
+        (0, 0),
+        &records(&varying, 1, |coords, _, _| coords.get(Axis::Tp) as f32),
+        &TokenPlaces::default(),
+    );
     let piece = &pieces[&Unit::Micro(0, 2)];
     assert_eq!((numbers(piece), &piece.dims[..]), (&[0.0, 1.0, 2.0][..], &[3, 1][..]));
 }
@@ -154,7 +160,7 @@ fn replicas_that_differ_are_told_with_ranks_and_place() {
         let wrong = coords == program.run.mesh.coords(5) && first == 6 && place == 6;
         if wrong { 2.0 } else { 1.0 }
     });
-    let (pieces, differ) = assemble(&program, (0, 0), &records);
+    let (pieces, differ) = assemble(&program, (0, 0), &records, &TokenPlaces::default());
     let found = differ.unwrap();
     assert_eq!((found.ranks, found.unit, &found.index[..]), ([3, 5], Some(Unit::Sample(7)), &[7, 2][..]));
     assert_eq!((found.values, found.differing, found.micro), ([1.0, 2.0], 1, Some(1)));

@@ -11,17 +11,24 @@
 use super::{Op, Program};
 
 /// Operations whose result is their input, laid out over the ranks in another way or stored in another type.
-const LAYOUTS: [&str; 8] =
-    ["copy", "all_gather", "all_reduce", "reduce_scatter", "split", "slice", "all_to_all", "cast"];
+const LAYOUTS: [&str; 9] =
+    ["copy", "all_gather", "all_reduce", "reduce_scatter", "split", "slice", "all_to_all", "order", "cast"];
 
 /// Operations of one kind produce the same value, cut over the ranks differently: region boundaries with and without
-/// sequence parallelism.
+/// sequence parallelism. So do the exchanges of attention over parts of a sequence.
 fn kind(op: &'static str) -> &'static str {
     match op {
+        "ring_attention" | "hybrid_attention" | "all_to_all_attention" => "grouped_attention",
         "all_gather" => "copy",
         "reduce_scatter" => "all_reduce",
         other => other,
     }
+}
+
+/// Whether one operation adds the learned positions of tokens in their order, and the other looks up those of tokens
+/// in another order, to be added next.
+fn is_lookup(positions: &Op, lookup: &Op) -> bool {
+    positions.name == "positions" && lookup.name == "embedding" && positions.params == lookup.params
 }
 
 impl Op {
@@ -68,6 +75,8 @@ impl<'a> Pairs<'a> {
                     pairs.pair(at);
                     at = at.map(|at| at + 1);
                 }
+                [Some(a), Some(b)] if is_lookup(a, b) => at = pairs.pair_lookup(at, 1),
+                [Some(a), Some(b)] if is_lookup(b, a) => at = pairs.pair_lookup(at, 0),
                 ops => {
                     pairs.parted.get_or_insert([0, 1].map(|side| ops[side].map(|_| at[side])));
                     if let Some(next) = pairs.part(at) { at = next } else { return pairs }
@@ -81,6 +90,16 @@ impl<'a> Pairs<'a> {
             self.like[side][ops[side]] = Some(ops[1 - side]);
         }
         self.order.push(ops.map(Some));
+    }
+
+    /// Pairs learned positions with the sum behind the lookup of `side`, and returns the operations behind both.
+    fn pair_lookup(&mut self, mut at: [usize; 2], side: usize) -> [usize; 2] {
+        let mut alone = [None, None];
+        alone[side] = Some(at[side]);
+        self.order.push(alone);
+        at[side] += 1;
+        self.pair(at);
+        at.map(|at| at + 1)
     }
 
     /// Undoes the pairs of the layers in which the programs part, and finds the next operations that read the same

@@ -105,6 +105,34 @@ impl Value {
     }
 }
 
+impl Program {
+    /// Whether the tokens of a value lie in the order in which ranks of context parallelism cut them: it is cut so, or
+    /// laid out anew of a value that is.
+    pub fn lies_in_order(&self, (op, value): (usize, usize)) -> bool {
+        let value = &self.ops[op].values[value];
+        match (value.operand, value.maker) {
+            (None, _) => self.output_lies_in_order(op),
+            (Some(_), Some(maker)) => self.output_lies_in_order(maker),
+            (Some(_), None) => is_cut(value.types),
+        }
+    }
+
+    fn output_lies_in_order(&self, op: usize) -> bool {
+        let Op { name, makers, values, .. } = &self.ops[op];
+        let cut = values.iter().any(|value| value.operand.is_none() && is_cut(value.types));
+        let laid = || makers.first().copied().flatten().is_some_and(|maker| self.output_lies_in_order(maker));
+        match *name {
+            _ if cut => true,
+            "order" => !laid(),
+            _ => self.ops[op].is_layout() && laid(),
+        }
+    }
+}
+
+fn is_cut(types: Types) -> bool {
+    Axis::CONTEXT.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(1)))
+}
+
 /// The extents over all ranks of `mesh` of a value that is not padded.
 pub(crate) fn whole_extents(mesh: &Mesh, types: Types, local: &[usize]) -> Vec<usize> {
     let degree = |dim| {

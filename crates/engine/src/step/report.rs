@@ -7,8 +7,8 @@ use super::stored::Store;
 use crate::offload::Traffic;
 use crate::statistics::{Reported, ReportedStatistic};
 use crate::{OPTIMIZER, SAMPLES, TIED, ZERO, ZERO_REPLICAS};
-use meshwork_core::EXPERT_DATA;
 use meshwork_core::agreement::Disagreement;
+use meshwork_core::{EXPERT_CONTEXT, EXPERT_DATA};
 use meshwork_nn::Metric;
 use meshwork_tensor::MemoryUse;
 use std::time::{Duration, Instant};
@@ -110,12 +110,15 @@ impl Reporting {
         let first = |spec: &_| layout.replica(spec, &cut.tied.weights, |_| false).index == 0;
         let reads_whole = store.weights.borrow().updater.group.is_some();
         let experts = mesh.degree(Axis::Ep) > 1;
-        let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
+        let part = mesh.has(Axis::Cep);
+        let reported = |axis: &Axis| (*axis != Axis::Ep || experts) && (*axis != Axis::Cep || part);
+        let axes = Axis::ALL.into_iter().filter(reported).map(Axis::name);
         // Groups of experts where these are shared out, groups of ZeRO where they are not all data-parallel ranks, and
         // groups that bring together what the update rule measures.
         let groups = axes
             .chain(plan.compress.aqsgd.map(|_| SAMPLES))
             .chain(experts.then_some(EXPERT_DATA))
+            .chain(part.then_some(EXPERT_CONTEXT))
             .chain(plan.zero.group.into_iter().flat_map(|_| [ZERO, ZERO_REPLICAS]))
             .chain(reads_whole.then_some(OPTIMIZER));
         let traffic = store.disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic());

@@ -5,6 +5,7 @@ use crate::user::{constant, sine, unsent};
 use meshwork_core::{Axis, DType, Mesh, Ty};
 use meshwork_nn::model::{Metric, Per};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
+use meshwork_tensor::op::Mask;
 use meshwork_tensor::param::{ParamGroup, StatisticId, StatisticRule};
 use meshwork_tensor::{Declarations, Error, ParamId, Placement, Result, Shape, Tape, Tensor, Var, random};
 use std::ops::Range;
@@ -249,8 +250,13 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::SplitDim { dim, inner } => x()?.unflatten(*dim, &[extent(x()?, *dim)? / inner, *inner]),
         Op::SplitInto { dim, count } => x()?.unflatten(*dim, &[*count, extent(x()?, *dim)? / count]),
         Op::MergeDims { dim } => x()?.flatten(*dim..dim + 2),
-        Op::Attention { dropout } => x()?.causal_attention(None, dropout.as_ref().map(|(p, name)| (*p, &**name))),
-        Op::GroupedAttention => x()?.grouped_attention(y()?, None, None, None),
+        Op::Attention { dropout, window } => {
+            let mask = Mask { documents: None, window: *window };
+            x()?.causal_attention(mask, dropout.as_ref().map(|(p, name)| (*p, &**name)))
+        }
+        Op::GroupedAttention { window } => {
+            x()?.grouped_attention(y()?, None, Mask { documents: None, window: *window }, None)
+        }
         Op::Embedding { table } => x()?.embedding(&param(*table)?),
         Op::VocabEmbedding { table, axis, vocab } => x()?.vocab_parallel_embedding(&param(*table)?, *axis, *vocab),
         Op::Positions { table } => x()?.positions(&param(*table)?),

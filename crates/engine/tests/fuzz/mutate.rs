@@ -209,7 +209,7 @@ fn sites(case: &Case) -> Vec<Mutant> {
         let op = &instr.op;
         let other = |op: Op| Change::Instr { block, place, op };
         let behind = |op: Op| Change::Behind { block, place, op };
-        if let Op::Attention { .. } | Op::GroupedAttention | Op::Softmax | Op::Map(_) | Op::Bias { .. } = op {
+        if let Op::Attention { .. } | Op::GroupedAttention { .. } | Op::Softmax | Op::Map(_) | Op::Bias { .. } = op {
             add(Kind::Shard, behind(Op::PerExtent { dim: 2 }));
             if case.way == Way::Decoder {
                 add(Kind::Mixing, behind(Op::TokenShift));

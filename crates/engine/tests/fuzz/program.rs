@@ -193,8 +193,11 @@ pub enum Op {
     TokenShift,
     Attention {
         dropout: Option<(f32, String)>,
+        window: Option<usize>,
     },
-    GroupedAttention,
+    GroupedAttention {
+        window: Option<usize>,
+    },
     Embedding {
         table: usize,
     },

@@ -203,6 +203,16 @@ fn a_cache_that_cp_cuts_gives_the_logits_of_one_rank() {
             one.iter().zip(&there).for_each(|(one, there)| assert_close(mesh, there, one, 0.0));
             assert_eq!(decoded_on(cut, &plan(mesh, Numerics::Fast), &PASSES, opaque, opaque_world), there, "{mesh}");
         }
+        // Canonical sums over keys have the order of one rank, for which each layer brings them together.
+        let canonical = Numerics::Canonical { blocks: 8 };
+        let one = decoded(whole, &plan("dp=1", canonical), &PASSES);
+        for mesh in ["cp=2", "cp=4", "tp=2,cp=2", "pp=2,cp=2"] {
+            assert_eq!(
+                decoded_on(cut, &plan(mesh, canonical), &PASSES, opaque, opaque_world),
+                one,
+                "{mesh}, canonical"
+            );
+        }
         let loss_scale = LossScale::Fixed(1.0);
         let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: false, loss_scale });
         let plan = |mesh| Plan { mixed, ..plan(mesh, Numerics::Fast) };

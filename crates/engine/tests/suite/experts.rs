@@ -148,8 +148,9 @@ fn every_mesh_has_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 8 };
     let models: [(&str, Arc<dyn Model>); 4] = [
         ("switch", Arc::new(gpt2(RouterKind::Switch))),
-        ("gshard", Arc::new(gpt2(RouterKind::Gshard))),
-        ("bias", Arc::new(llama())),
+        // 8 reduction blocks of 12 tokens, the first token of each and then the second.
+        ("gshard, in blocks", Arc::new(gpt2(RouterKind::Gshard).sequence_block(8))),
+        ("bias, in blocks", Arc::new(llama().sequence_block(8))),
         ("bias, sequence parallel", Arc::new(llama().sequence_parallel(true))),
     ];
     for (name, model) in &models {
@@ -175,7 +176,7 @@ fn every_mesh_has_the_bits_of_one_rank() {
 }
 
 /// Sequences that cp cuts: the experts lie on ranks of dp, of cp or of both, or are whole on each rank.
-const CUT: [(&str, &str, usize, Recompute); 8] = [
+const CUT: [(&str, &str, usize, Recompute); 9] = [
     ("cp=2", "1f1b", 1, Recompute::None),
     ("cp=2,ep=2", "1f1b", 2, Recompute::Full),
     ("dp=2,cp=2,ep=2", "1f1b", 1, Recompute::Selective),
@@ -183,6 +184,7 @@ const CUT: [(&str, &str, usize, Recompute); 8] = [
     ("tp=2,cp=2,ep=2", "1f1b", 1, Recompute::Stage),
     ("dp=2,cp=4,ep=2", "1f1b", 1, Recompute::None),
     ("cp=4,ep=4", "1f1b", 1, Recompute::None),
+    ("cp=4,ep=2", "1f1b", 2, Recompute::Full), // on pairs of cp
     ("pp=2,cp=2,ep=2", "zb_h1", 2, Recompute::None),
 ];
 
@@ -195,9 +197,12 @@ fn experts_of_cut_sequences_have_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 4 };
     let plain = || cut(Order::default(), 1);
     let models: [(&str, Arc<dyn Model>); 3] = [
-        ("switch", Arc::new(gpt2(RouterKind::Switch).context_parallel(plain()))),
+        ("switch, in blocks", Arc::new(gpt2(RouterKind::Switch).context_parallel(plain()).sequence_block(4))),
         ("gshard", Arc::new(gpt2(RouterKind::Gshard).context_parallel(plain()))),
-        ("bias, sequence parallel", Arc::new(llama().sequence_parallel(true).context_parallel(plain()))),
+        (
+            "bias, sequence parallel, in blocks",
+            Arc::new(llama().sequence_parallel(true).context_parallel(plain()).sequence_block(11)),
+        ),
     ];
     for (name, model) in &models {
         let (reports, state) = train(model, "dp=1", "1f1b", 1, numerics, Recompute::None);
@@ -216,12 +221,12 @@ fn experts_of_cut_sequences_have_the_bits_of_one_rank() {
 /// Other orders of the tokens, and sequences that the ranks do not divide: 12 tokens over 4 ranks in 8 chunks.
 #[test]
 fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
-    let models = |context: Option<ContextParallel>| -> [(&str, Arc<dyn Model>); 3] {
+    let models = |context: Option<ContextParallel>, block| -> [(&str, Arc<dyn Model>); 3] {
         let gpt2 = |router| gpt2_with(router, 0.0).context_parallel(context.clone());
         [
             ("switch", Arc::new(gpt2(RouterKind::Switch))),
-            ("gshard", Arc::new(gpt2(RouterKind::Gshard))),
-            ("bias", Arc::new(llama().context_parallel(context.clone()))),
+            ("gshard, in blocks", Arc::new(gpt2(RouterKind::Gshard).sequence_block(block))),
+            ("bias, in blocks", Arc::new(llama().context_parallel(context.clone()).sequence_block(block))),
         ]
     };
     // Gradient descent with rate 1: weights are gradients.
@@ -233,10 +238,10 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
         ..plan(mesh, Compress::default())
     };
     let run = |model: &Arc<dyn Model>, plan: Plan| train_plan(model, &plan, AtCuts::AsTrained);
-    let one = models(None).map(|(_, model)| run(&model, descend("dp=1", 1)));
+    let one = models(None, 0).map(|(_, model)| run(&model, descend("dp=1", 1)));
     for (mesh, schedule, micros, recompute) in CUT {
         for order in [Order::default(), Order::zigzag(4)] {
-            for ((name, model), (before, reports, state)) in models(cut(order.clone(), 4)).iter().zip(&one) {
+            for ((name, model), (before, reports, state)) in models(cut(order.clone(), 4), 4).iter().zip(&one) {
                 let schedule = ScheduleSpec::named(schedule).unwrap();
                 let what = format!("{name}: {mesh} {micros} {recompute:?} {order:?}");
                 let found = run(model, Plan { schedule, recompute, ..descend(mesh, micros) });
@@ -257,6 +262,22 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
                 }
             }
         }
+    }
+}
+
+/// A rank holds the rows of the experts of a few tokens at a time.
+#[test]
+fn experts_of_some_tokens_at_a_time_take_less_memory() {
+    for (mesh, shared) in [("dp=1", true), ("dp=2,ep=2", true), ("dp=2,ep=2", false)] {
+        let of = |block| -> Arc<dyn Model> {
+            match shared {
+                true => Arc::new(llama().sequence_block(block)),
+                false => Arc::new(gpt2(RouterKind::Gshard).sequence_block(block)),
+            }
+        };
+        let plan = plan(mesh, Compress::default());
+        let peak = |block| dry_run::predict(&of(block), &plan, 0).unwrap().memory.total();
+        assert!(peak(2) < peak(6) && peak(6) < peak(0), "{mesh}: {}, {} and {}", peak(2), peak(6), peak(0));
     }
 }
 

@@ -7,12 +7,14 @@ use crate::kernel::DropoutMask;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
 use crate::tape::Mode;
+use meshwork_core::Buffer;
 
 /// x times the factors of its elements.
 #[derive(Debug)]
 struct Drawn {
     factors: Factors,
-    mask: DropoutMask,
+    /// For each run of tokens, which follow each other: one, except in a block of tokens.
+    masks: Vec<DropoutMask>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -43,11 +45,26 @@ impl Var {
         let op = factors.name();
         require_whole(op, &[self])?;
         let (offset, global) = self.global_position();
-        let mut local = [1; MAX_DIMS];
-        local[..self.shape().len()].copy_from_slice(&self.shape());
-        let mask =
-            DropoutMask { p, key: self.tape().random_key(name)?, ndim: self.shape().len(), local, offset, global };
-        self.tape().apply(Drawn { factors, mask }, &[self])
+        let (shape, mut local) = (self.shape(), [1; MAX_DIMS]);
+        local[..shape.len()].copy_from_slice(&shape);
+        let mask = DropoutMask { p, key: self.tape().random_key(name)?, ndim: shape.len(), local, offset, global };
+        let masks = match self.tape().block() {
+            None => vec![mask],
+            Some(block) if shape.get(1) != Some(&block.tokens()) => {
+                let problem = format!("the tape is for blocks of {} tokens, and this value has others", block.tokens());
+                return Err(Error::Shape { op, problem, shapes: vec![shape.to_vec()] });
+            }
+            Some(block) => {
+                let first = block.runs()[0].start;
+                let mut masks = vec![mask; block.runs().len()];
+                for (mask, run) in masks.iter_mut().zip(block.runs()) {
+                    mask.local[1] = run.len();
+                    mask.offset[1] += (run.start - first) as u64;
+                }
+                masks
+            }
+        };
+        self.tape().apply(Drawn { factors, masks }, &[self])
     }
 }
 
@@ -62,11 +79,25 @@ impl Factors {
 
 impl Drawn {
     fn times(&self, x: &Tensor) -> Result<Tensor> {
-        let y = match self.factors {
-            Factors::Dropout => x.device().pointwise()?.dropout(x.buffer(), &self.mask)?,
-            Factors::Jitter => x.device().routing()?.jitter(x.buffer(), &self.mask)?,
+        let device = x.device();
+        let of_run = |x: &Buffer, mask| match self.factors {
+            Factors::Dropout => device.pointwise()?.dropout(x, mask),
+            Factors::Jitter => device.routing()?.jitter(x, mask),
         };
-        Tensor::from_buffer(x.device(), y, x.shape())
+        let y = match &self.masks[..] {
+            [mask] => of_run(x.buffer(), mask)?,
+            masks => {
+                let (mut y, mut at) = (device.alloc(x.dtype(), x.count())?, 0);
+                for mask in masks {
+                    let count: usize = mask.local[..mask.ndim].iter().product();
+                    let run = of_run(&x.buffer().slice(at..at + count)?, mask)?;
+                    device.layout()?.copy_into(&run, 0..count, &mut y, at)?;
+                    at += count;
+                }
+                y
+            }
+        };
+        Tensor::from_buffer(device, y, x.shape())
     }
 }
 
@@ -92,7 +123,7 @@ impl Op for Drawn {
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {
-        random_scalars(self.mask.p, self.mask.key)
+        random_scalars(self.masks[0].p, self.masks[0].key)
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::kernel::{AttentionMasks, GroupedShape};
 use crate::tape::Tape;
 use crate::tensor::Tensor;
-use meshwork_core::Axis;
+use meshwork_core::Axes;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ pub trait Exchange: Debug + Send + Sync {
     /// The name of the operation.
     fn name(&self) -> &'static str;
 
-    /// The axis that cuts the sequence.
-    fn axis(&self) -> Axis;
+    /// The axes that cut the sequence.
+    fn axes(&self) -> Axes;
 
     /// The output for the queries of this rank, and what [`gradients`](Self::gradients) reads: queries, keys with
     /// values, output, and log-sum-exp.

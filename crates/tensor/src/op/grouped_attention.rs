@@ -9,7 +9,7 @@ use super::order::Order;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, Rotary};
-use crate::tape::{Backward, Forward, Op, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Tape, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::tree::{self, Counter};
@@ -292,7 +292,7 @@ impl Op for GroupedAttention {
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         // The softmax runs along the keys, and each head mixes its q, k and v over all its features.
         let (q, kv) = (operands[0], operands[1]);
-        let exchanged = |axis| self.exchange.as_ref().is_some_and(|(exchange, _)| exchange.axis() == axis);
+        let exchanged = |axis| self.exchange.as_ref().is_some_and(|(exchange, _)| exchange.axes().contains(&axis));
         let some = |axis, ty| ty == Ty::Shard(1) && matches!(kv.types.get(axis), Some(Ty::Replicate | Ty::Invariant));
         let of_all = q.types.iter().filter(|&(axis, ty)| !some(axis, ty) && !exchanged(axis)).collect::<Vec<_>>();
         let of_keys = kv.types.iter().filter(|&(axis, _)| !exchanged(axis)).collect::<Vec<_>>();
@@ -319,6 +319,19 @@ impl Op for GroupedAttention {
                 format!("cut the heads of both over {axis}, or all_gather kv along dim 3"),
             )),
         })
+    }
+
+    fn tokens(&self, tape: &Tape) -> Vec<Range<usize>> {
+        let cut = |axis: &Axis| self.types.get(*axis) == Some(Ty::Shard(1));
+        match &self.exchange {
+            Some((exchange, order)) => {
+                let (group, held) = (tape.rank().group_over(&exchange.axes()), self.shape.queries.seq);
+                let first = group.rank() * held;
+                order.tokens(group.size() * held, first..first + held).unwrap_or_default()
+            }
+            None if Axis::CONTEXT.iter().any(cut) => self.runs.clone(),
+            None => Vec::new(),
+        }
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// first: the remaining sums are smaller once its sum is sharded.
 pub fn reduction_axes(read: Types) -> Vec<Axis> {
     let mut axes: Vec<Axis> = read.dual().partial_axes().collect();
-    axes.sort_by_key(|&axis| (!axis.is_data() && axis != Axis::Cp, axis));
+    axes.sort_by_key(|&axis| (!axis.is_data() && !axis.is_context(), axis));
     axes
 }
 

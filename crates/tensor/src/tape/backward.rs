@@ -223,6 +223,7 @@ impl Tape {
             params: &self.param_names(sources.iter().copied()),
             inputs: &[],
             scalars: &[],
+            tokens: &[],
             position: self.inner.position,
             types: maker.types.dual(),
             padding: &maker.padding,

@@ -9,6 +9,9 @@
 //!
 //! Rotations depend on the distance of a query and a key alone, so that a rank counts both from its first token. It
 //! keeps keys as they come, and turns them as they are read.
+//!
+//! In canonical numerics, where a sum over keys has the order of one rank, each layer in turn gathers all keys and
+//! values for as long as its attention runs.
 
 use crate::device::Device;
 use crate::error::Result;
@@ -16,10 +19,18 @@ use crate::kernel::{AttentionMasks, AttentionShape, Choices, GroupedShape};
 use meshwork_core::{Buffer, DType, Group};
 use std::sync::Arc;
 
-/// What a rank of `group` keeps of a cache for `capacity` tokens, and the tokens of a pass.
+/// The ranks that cut a cache.
+#[derive(Clone, Copy)]
+pub(crate) struct CutOver<'a> {
+    pub group: &'a Group,
+    /// Whether each attention reads the keys of all ranks, for the order of its sums.
+    pub whole: bool,
+}
+
+/// What a rank keeps of a cache for `capacity` tokens, and the tokens of a pass.
 pub(super) struct CutCache<'a> {
     pub device: &'a Arc<dyn Device>,
-    pub group: &'a Group,
+    pub over: CutOver<'a>,
     /// Tokens of which each rank keeps keys and values.
     pub held: usize,
     /// Tokens before this pass.
@@ -27,13 +38,13 @@ pub(super) struct CutCache<'a> {
 }
 
 impl<'a> CutCache<'a> {
-    pub fn new(device: &'a Arc<dyn Device>, group: &'a Group, capacity: usize, past: usize) -> Self {
-        Self { device, group, held: capacity.div_ceil(group.size()), past }
+    pub fn new(device: &'a Arc<dyn Device>, over: CutOver<'a>, capacity: usize, past: usize) -> Self {
+        Self { device, over, held: capacity.div_ceil(over.group.size()), past }
     }
 
     /// The first token that this rank keeps.
     fn first(&self) -> usize {
-        self.group.rank() * self.held
+        self.over.group.rank() * self.held
     }
 
     /// The output of the new queries, after this rank has kept its part of their keys and values.
@@ -47,6 +58,17 @@ impl<'a> CutCache<'a> {
         self.keep(new, kv, entry)?;
         let (out, lse) = self.own(new, q, entry, masks)?;
         self.joined(new.queries, out, lse, q.dtype())
+    }
+
+    /// Keys and values of all ranks, `[batch, capacity, 2, kv_heads, head_dim]`, after this rank has kept its part.
+    pub fn whole(&self, new: GroupedShape, kv: &Buffer, entry: &mut Buffer, capacity: usize) -> Result<Buffer> {
+        self.keep(new, kv, entry)?;
+        let (layout, group, batch) = (self.device.layout()?, self.over.group, new.queries.batch);
+        let (ranks, row) = (group.size(), 2 * new.kv_heads * new.queries.head_dim);
+        let room = self.device.alloc(entry.dtype(), ranks * entry.count())?;
+        let parts = group.all_gather(entry.clone(), room)?; // [ranks, batch, held, ..]
+        let places = layout.swap_blocks(&parts, ranks, batch, self.held * row)?;
+        layout.narrow(&places, batch, ranks * self.held, row, 0..capacity)
     }
 
     fn keep(&self, new: GroupedShape, kv: &Buffer, entry: &mut Buffer) -> Result<()> {
@@ -99,7 +121,7 @@ impl<'a> CutCache<'a> {
 
     /// `Σ_r softmax(lse)_r · out_r` over the ranks.
     fn joined(&self, of: AttentionShape, out: Buffer, lse: Buffer, dtype: DType) -> Result<Buffer> {
-        let (device, group, layout) = (self.device, self.group, self.device.layout()?);
+        let (device, group, layout) = (self.device, self.over.group, self.device.layout()?);
         let AttentionShape { batch, seq, heads, head_dim } = of;
         let (ranks, tokens) = (group.size(), batch * seq * heads);
         let outs = group.all_gather(out, device.alloc(DType::F32, ranks * tokens * head_dim)?)?;

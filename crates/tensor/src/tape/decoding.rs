@@ -1,14 +1,15 @@
 //! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of earlier tokens are
 //! cached, so that each token goes through the model once.
 
-use super::cut_cache::CutCache;
+use super::cut_cache::{CutCache, CutOver};
 use super::{Mode, Position, Tape};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, TurnedHeads};
 use crate::param::Params;
-use meshwork_core::{Axis, Buffer, Group, Rank, Ty, Types};
+use meshwork_core::{Axis, Buffer, Rank, Ty, Types};
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -78,11 +79,11 @@ impl KeyValueCache {
         new: GroupedShape,
         [q, kv]: [&Buffer; 2],
         masks: AttentionMasks<'_>,
-        cut_over: Option<&Group>,
+        cut_over: Option<CutOver<'_>>,
     ) -> Result<Buffer> {
         let Inner { capacity, past, entries, ran } = &*self.inner;
         let (number, past) = (ran.get(), past.get());
-        let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past));
+        let cut = cut_over.map(|over| CutCache::new(device, over, *capacity, past));
         let keys = cut.as_ref().map_or(*capacity, |cut| cut.held);
         let shape = GroupedShape { keys, first_query: past, rotary: None, ..new };
         let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
@@ -101,17 +102,25 @@ impl KeyValueCache {
             return refuse(format!("attention {number} has a cache of {held} elements and needs {elements}"));
         }
         ran.set(number + 1);
-        if let Some(cut) = cut {
+        if let Some(cut) = cut.as_ref().filter(|cut| !cut.over.whole) {
             return cut.attend(new, [q, kv], entry, masks);
         }
         let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
-        let (attention, layout) = (device.attention()?, device.layout()?);
-        let turned = |x: &Buffer, all, heads| match new.rotary {
+        let (attention, layout, kv_heads) = (device.attention()?, device.layout()?, shape.kv_heads);
+        let turned = |x: &Buffer, tokens: Range<usize>, all, heads| match new.rotary {
             None => Ok(x.clone()),
-            Some(rotary) => attention.turn(TurnedHeads { rotary, seq, first: past, all, heads, head_dim }, x),
+            Some(rotary) => {
+                let (first, seq) = (tokens.start, tokens.len());
+                attention.turn(TurnedHeads { rotary, seq, first, all, heads, head_dim }, x)
+            }
         };
-        let (q, kv) = (turned(q, heads, heads)?, turned(kv, 2 * shape.kv_heads, shape.kv_heads)?);
-        let row = 2 * shape.kv_heads * head_dim;
+        let q = turned(q, past..tokens, heads, heads)?;
+        if let Some(cut) = cut {
+            let whole = turned(&cut.whole(new, kv, entry, *capacity)?, 0..*capacity, 2 * kv_heads, kv_heads)?;
+            return Ok(attention.grouped(GroupedShape { keys: *capacity, ..shape }, &q, &whole, masks)?.0);
+        }
+        let kv = turned(kv, past..tokens, 2 * kv_heads, kv_heads)?;
+        let row = 2 * kv_heads * head_dim;
         for sample in 0..batch {
             let new = sample * seq * row..(sample + 1) * seq * row;
             layout.copy_into(&kv, new, entry, (sample * capacity + past) * row)?;
@@ -134,12 +143,11 @@ impl Tape {
         self.inner.cache.get()
     }
 
-    /// The ranks of cp, which cut the cache of an attention of queries with these types, the same on all of them. In
-    /// canonical numerics, whose sums over keys have no order for it, the cache is whole.
-    pub(crate) fn cache_group(&self, types: Types) -> Option<&Group> {
-        let (rank, fast) = (self.rank(), self.reduction_blocks().is_none());
-        let cuts = fast && rank.mesh().degree(Axis::Cp) > 1 && types.get(Axis::Cp) == Some(Ty::Invariant);
-        cuts.then(|| rank.group(Axis::Cp))
+    /// The ranks of cp, which cut the cache of an attention of queries with these types, the same on all of them.
+    pub(crate) fn cache_group(&self, types: Types) -> Option<CutOver<'_>> {
+        let (rank, whole) = (self.rank(), self.reduction_blocks().is_some());
+        let cuts = rank.mesh().context_degree() > 1 && types.get(Axis::Cp) == Some(Ty::Invariant);
+        cuts.then(|| CutOver { group: rank.group_over(&Axis::CONTEXT), whole })
     }
 
     /// Whether this tape [decodes](Self::decoding).

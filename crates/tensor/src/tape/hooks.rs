@@ -194,6 +194,8 @@ pub struct Seen<'a> {
     pub inputs: &'a [&'a Tensor],
     /// [Numbers](super::Op::scalars) that it computes with; empty in backward.
     pub scalars: &'a [(&'static str, f64)],
+    /// The [tokens](super::Op::tokens) that this rank has, as far as the operation knows; empty in backward.
+    pub tokens: &'a [std::ops::Range<usize>],
     /// The position in the run.
     pub position: Position,
     /// Types of the value; for a gradient, the duals of the operand's types.

@@ -43,6 +43,7 @@ mod prelude {
     pub(super) use std::sync::Arc;
 }
 
+pub use blocks::Block;
 pub use decisions::Decisions;
 pub use decoding::KeyValueCache;
 pub use encoded::{Encoded, Encoding, HalfType};
@@ -126,6 +127,8 @@ struct Inner {
     decided: RefCell<decisions::Decided>,
     /// The compression of the rows that layers exchange.
     rows: Cell<RowSchemes>,
+    /// On a tape for a block of tokens: what it knows of it.
+    within: OnceCell<blocks::Within>,
     /// Names under which randomness has been drawn.
     random: RefCell<BTreeSet<String>>,
 }
@@ -197,6 +200,7 @@ impl Tape {
             notes: RefCell::default(),
             decided: RefCell::default(),
             rows: Cell::default(),
+            within: OnceCell::new(),
             random: RefCell::default(),
         };
         Self { inner: Rc::new(inner) }
@@ -375,7 +379,8 @@ impl Tape {
             }
         }
 
-        let records = inner.mode == Mode::Train && inputs.iter().any(|var| var.source.takes_gradient());
+        let recording = inner.within.get().is_none_or(|within| within.records);
+        let records = recording && inner.mode == Mode::Train && inputs.iter().any(|var| var.source.takes_gradient());
         let replicate = |types: Types| types.iter().any(|(_, ty)| ty == Ty::Replicate);
         if records && self.reduction_blocks().is_some() && replicate(types) && !op.only_moves() {
             return Err(Error::NotCanonical {
@@ -422,6 +427,7 @@ impl Tape {
                     params: &params,
                     inputs: &tensors,
                     scalars: &op.scalars(),
+                    tokens: &op.tokens(self),
                     position,
                     types,
                     padding: &padding,

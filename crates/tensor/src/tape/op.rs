@@ -46,6 +46,12 @@ pub trait Op: Debug {
         Vec::new()
     }
 
+    /// The tokens at the places that this rank has of a sequence, in runs, if the operation knows the order in which
+    /// tokens lie before axes of [context parallelism](meshwork_core::Axis::CONTEXT) cut it.
+    fn tokens(&self, _tape: &Tape) -> Vec<Range<usize>> {
+        Vec::new()
+    }
+
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 

@@ -114,7 +114,7 @@ impl Tokens {
 
     /// The same tokens, of which cp alone cuts the sequence: the gradients of weights are summed over its slices.
     fn over_cp(self) -> Self {
-        Self { cut_over: self.cut_over.iter().copied().filter(|axis| *axis == Axis::Cp).collect(), ..self }
+        Self { cut_over: self.cut_over.iter().copied().filter(|axis| axis.is_context()).collect(), ..self }
     }
 }
 
@@ -244,7 +244,7 @@ impl Backward<'_> {
         };
         self.require_order(id, tokens.cut_over)?;
         self.require_own_samples(id)?;
-        self.require_alike(id, all)?;
+        self.uses.require_alike(self.op, id, all)?;
         self.written.push(i);
         let used = self.uses.index(id) * all;
         for SampleRun { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
@@ -342,7 +342,9 @@ impl Backward<'_> {
         self.written.push(i);
         let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
         let Slices { here, all } = slices.unwrap_or(Slices { here: 0..1, all: 1 });
-        self.require_alike(id, all)?;
+        if canonical {
+            self.uses.require_alike(self.op, id, all)?;
+        }
         let types = self.tape.gradient_types(id);
         for SampleRun { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
@@ -359,19 +361,6 @@ impl Backward<'_> {
             }
         }
         Ok(None)
-    }
-
-    /// Refuses a weight of which one operation sums the gradient over slices of the sequence and another over whole
-    /// sequences: their copies do not match.
-    fn require_alike(&self, id: ParamId, slices: usize) -> Result<()> {
-        match self.tape.reduction_blocks().is_none() || self.uses.agree(id, slices) {
-            true => Ok(()),
-            false => Err(Error::NotCanonical {
-                op: self.op,
-                problem: "the gradient of a parameter would be a sum over slices of the sequence in one use, and over whole sequences in another",
-                valid: "it on values whose tokens are cut alike, or declare a parameter for each use",
-            }),
-        }
     }
 
     /// Refuses, in canonical numerics, a gradient that is Partial on axes other than the axes of the samples and

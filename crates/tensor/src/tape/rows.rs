@@ -45,12 +45,17 @@ impl Tape {
     /// The codec of the rows that the next operation exchanges; a forward that is recomputed has the same.
     pub fn row_codec(&self) -> RowCodec {
         let (position, stage) = (self.inner.position, self.rank().coords().get(Axis::Pp));
+        let tokens = self.block().map_or_else(String::new, |block| format!(", tokens {:?}", block.runs()));
         RowCodec {
             schemes: self.inner.rows.get(),
             device: self.device().clone(),
             seed: position.seed,
             step: position.step,
-            name: format!("rows of operation {} of rank {stage}, sample {}", self.applied(), position.first_sample),
+            name: format!(
+                "rows of operation {} of rank {stage}, sample {}{tokens}",
+                self.applied(),
+                position.first_sample
+            ),
         }
     }
 }

@@ -39,10 +39,18 @@ impl Uses {
         self.0.get(&id).map_or(0, |of| of.done)
     }
 
-    /// Whether all uses so far sum the gradient in so many slices of the sequence.
-    pub(super) fn agree(&self, id: ParamId, slices: usize) -> bool {
+    /// Refuses a weight of which one operation sums the gradient over slices of the sequence and another over whole
+    /// sequences: their copies do not match.
+    pub(super) fn require_alike(&self, op: &'static str, id: ParamId, slices: usize) -> Result<()> {
         let first = |of: &Use| of.slices.replace(Some(of.slices.get().unwrap_or(slices)));
-        self.0.get(&id).is_none_or(|of| first(of).is_none_or(|first| first == slices))
+        match self.0.get(&id).is_none_or(|of| first(of).is_none_or(|first| first == slices)) {
+            true => Ok(()),
+            false => Err(Error::NotCanonical {
+                op,
+                problem: "the gradient of a parameter would be a sum over slices of the sequence in one use, and over whole sequences in another",
+                valid: "it on values whose tokens are cut alike, or declare a parameter for each use",
+            }),
+        }
     }
 
     /// Counts a use by an operation with these sources, and tells the sink which gradients are complete.

@@ -1,5 +1,6 @@
 //! Properties of a value on a tape.
 
+use super::blocks::SEQ;
 use super::prelude::*;
 use crate::shape::MAX_DIMS;
 
@@ -62,12 +63,16 @@ impl Var {
         self.source
     }
 
-    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples.
+    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples. Of a block of tokens it is
+    /// the position of its first run.
     pub(crate) fn global_position(&self) -> ([u64; MAX_DIMS], [u64; MAX_DIMS]) {
         let (rank, shape) = (self.tape.rank(), self.shape());
         let mesh = rank.mesh();
         let (mut offset, mut global) = ([0; MAX_DIMS], [1; MAX_DIMS]);
         for (dim, &extent) in shape.iter().enumerate() {
+            // A block of tokens is a part of those that the rank has.
+            let block = self.tape.block().filter(|block| dim == SEQ && block.tokens() == extent);
+            let (extent, first) = block.map_or((extent, 0), |block| (block.seq(), block.runs()[0].start));
             global[dim] = extent as u64;
             for axis in self.types.cuts(dim).rev().filter(|axis| dim > 0 || !axis.is_data()) {
                 offset[dim] = offset[dim] * mesh.degree(axis) as u64 + rank.coords().get(axis) as u64;
@@ -75,7 +80,7 @@ impl Var {
             }
             let padded = self.types.cuts(dim).find_map(|axis| self.padding.extent(axis));
             global[dim] = padded.map_or(global[dim], |extent| extent as u64);
-            offset[dim] *= extent as u64;
+            offset[dim] = offset[dim] * extent as u64 + first as u64;
         }
         // Samples have no upper limit.
         offset[0] += self.first_of_data();

@@ -1,5 +1,6 @@
 //! Tests through the public interface. One program, because each costs a link.
 
+mod blocks;
 mod collectives;
 mod common;
 mod contrastive;

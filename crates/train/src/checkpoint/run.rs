@@ -4,6 +4,7 @@ use super::export::ends_of_text;
 use super::{CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_into, save, save_plan_of};
 use crate::config::{Change, Config, changes, of_checkpoint, permits};
 use crate::data::{Data, Position};
+use crate::peers::Restored;
 use crate::progress::Note;
 use meshwork_checkpoint::{Lock, SaveError, SavePlan, Saved, Writer};
 use meshwork_core::Rank;
@@ -144,6 +145,24 @@ pub(crate) struct Continued {
     pub notes: Vec<String>,
 }
 
+impl Continued {
+    /// After a loss: of the run itself, in the same data.
+    pub fn from_snapshot(Restored { step, run, .. }: Restored, data: &Data) -> Self {
+        let position = serde_json::from_value(run[POSITION].clone()).ok();
+        let (data, notes) = gone_on(position, data);
+        let (bytes_read, passed_over, anew, dropped) = (0, Vec::new(), Vec::new(), 0);
+        Self { resumed: Resumed { step, run, bytes_read, passed_over, anew, dropped }, data, notes }
+    }
+}
+
+/// The data from where a run was in them, and what is to be told of that.
+fn gone_on(position: Option<Position>, data: &Data) -> (Data, Vec<String>) {
+    let gone_on = position.map(|position| data.clone().going_on(&position, true));
+    let unknown = || vec!["the checkpoint does not say where it was in these data: they begin anew".to_owned()];
+    let (data, told) = gone_on.and_then(Result::ok).unwrap_or_else(|| (data.clone(), unknown()));
+    (data, told.into_iter().map(|told| format!("warning: {told}")).collect())
+}
+
 /// Resumes from the newest checkpoint in `dir`. Rank 0 compares what was saved with this run, of `config` on `data`.
 pub(crate) fn resume_run(
     trainer: &mut Trainer,
@@ -170,12 +189,8 @@ pub(crate) fn resume_run(
         // The samples have other numbers.
         trainer.forget_samples();
     }
-    let told = match compared.position.map(|position| data.clone().going_on(&position, true)) {
-        Some(Ok((data, told))) => (data, told),
-        _ => (data.clone(), vec!["the checkpoint does not say where it was in these data: they begin anew".to_owned()]),
-    };
-    let (data, told) = told;
-    notes.extend(told.into_iter().map(|told| format!("warning: {told}")));
+    let (data, told) = gone_on(compared.position, data);
+    notes.extend(told);
     Ok(Some(Continued { resumed, data, notes }))
 }
 

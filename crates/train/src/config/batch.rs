@@ -150,6 +150,15 @@ pub(crate) fn multiple(value: usize, of: usize) -> String {
     }
 }
 
+/// The two of `valid` closest to a value, as in "2 or 4".
+pub(crate) fn closest(valid: impl IntoIterator<Item = usize>, to: usize) -> String {
+    let mut valid: Vec<usize> = valid.into_iter().collect();
+    valid.sort_by_key(|of| of.abs_diff(to));
+    valid.truncate(2);
+    valid.sort_unstable();
+    valid.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,7 +9,7 @@ use super::words::{
     ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
     SavedDtype, SavedEncoding,
 };
-use super::{Config, DecayName};
+use super::{Config, DecayName, Elastic};
 
 /// Declares conditions: a name for the table of keys, the condition in words, the keys that decide, and a function.
 macro_rules! conditions {
@@ -44,8 +44,7 @@ conditions! {
             && c.training.numerics == "fast" && c.model.dropout == 0.0;
     HYBRID: "parallelism.context_parallel_method = hybrid", ["parallelism.context_parallel_method"],
         |c| c.parallelism.context_parallel_method == ContextMethod::Hybrid;
-    TOKENWISE: "training.numerics = fast and model.dropout = 0", ["training.numerics", "model.dropout"],
-        |c| c.training.numerics == "fast" && c.model.dropout == 0.0;
+    ELASTIC: "parallelism.elastic = dp", ["parallelism.elastic"], |c| c.parallelism.elastic != Elastic::Off;
     EP: "parallelism.ep above 1", ["parallelism.ep"], |c| c.parallelism.ep > 1;
 
     // Numerics.

@@ -1,6 +1,7 @@
 //! Checks of the axis that cuts sequences.
 
 use super::Config;
+use super::batch::closest;
 use super::fault::Fault;
 use super::settings::Settings;
 use super::words::{ContextMethod, Dtype, ModelKind};
@@ -82,7 +83,7 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         &[tp, length],
         parts > seq_len,
         format!("cuts {length} = {seq_len} into {parts} parts"),
-        format!("use as many ranks as there are tokens, or fewer: a longer {length}"),
+        format!("use at most {}, or {length} of {parts} or more", (seq_len * cp / parts.max(1)).max(1)),
     );
     refuse(
         settings,
@@ -144,11 +145,6 @@ fn check_ring(config: &Config, settings: &mut Settings) {
     let (sizes, ring) = (config.context_sizes(), config.parallelism.ring_degree);
     let (cp, heads) = (sizes.cp, sizes.heads);
     let valid: Vec<usize> = sizes.parts().rev().map(|parts| cp / parts).collect();
-    let mut nearest = valid.clone();
-    nearest.sort_by_key(|of| of.abs_diff(ring));
-    nearest.truncate(2);
-    nearest.sort_unstable();
-    let nearest: Vec<String> = nearest.iter().map(usize::to_string).collect();
     let problem = match cp.is_multiple_of(ring) {
         true => format!(
             "leaves {} ranks to share out the {heads} heads of queries on each rank of tp, which are no equal parts of groups",
@@ -157,6 +153,7 @@ fn check_ring(config: &Config, settings: &mut Settings) {
         false => format!("does not divide {CP} = {cp}"),
     };
     let reads = [CP, RING, "parallelism.tp", "model.num_heads", "model.num_kv_heads"];
+    let nearest = closest(valid.iter().copied(), ring);
     let fits = valid.contains(&ring) || !config.model.num_heads.is_multiple_of(config.parallelism.tp.max(1));
-    settings.require(&reads, fits, || Fault::new(RING, ring, problem, format!("use {}", nearest.join(" or "))));
+    settings.require(&reads, fits, || Fault::new(RING, ring, problem, format!("use {nearest}")));
 }

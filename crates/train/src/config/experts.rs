@@ -1,7 +1,7 @@
 //! Checks of `[moe]` and of the axis that shares out the experts.
 
 use super::Config;
-use super::batch::multiple;
+use super::batch::{closest, multiple};
 use super::check::no_subtree;
 use super::fault::Fault;
 use super::settings::Settings;
@@ -27,20 +27,20 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let (ep, dp, tp, etp) =
         ("parallelism.ep", "parallelism.dp", "parallelism.tp", "parallelism.expert_tensor_parallel");
     let cp = "parallelism.cp";
-    let of_dp = |ranks: usize| mesh.dp.is_multiple_of(ranks);
-    let over_cp = mesh.ep.is_multiple_of(mesh.cp) && of_dp(mesh.ep / mesh.cp.max(1));
-    settings.require(&[ep, dp, cp], of_dp(mesh.ep) || over_cp, || {
-        let problem = format!("does not divide {dp} = {}: ranks of dp share out the experts", mesh.dp);
-        let valid = format!("{} for {dp}, or another {ep}", multiple(mesh.dp, mesh.ep));
-        match mesh.cp {
-            1 => Fault::new(ep, mesh.ep, problem, valid),
-            cp => Fault::new(
-                ep,
-                mesh.ep,
-                format!("{problem}, or all {cp} ranks of cp and ranks of dp"),
-                format!("{valid}: {cp}, or {cp} times a divisor of {dp}"),
-            ),
-        }
+    let ranks = mesh.dp.saturating_mul(mesh.cp);
+    settings.require(&[ep, dp, cp], ranks.is_multiple_of(mesh.ep), || match mesh.cp {
+        1 => Fault::new(
+            ep,
+            mesh.ep,
+            format!("does not divide {dp} = {}: ranks of dp share out the experts", mesh.dp),
+            format!("{} for {dp}, or another {ep}", multiple(mesh.dp, mesh.ep)),
+        ),
+        _ => Fault::new(
+            ep,
+            mesh.ep,
+            format!("does not divide {dp} · {cp} = {ranks}: ranks of dp and cp share out the experts"),
+            format!("use {}", closest((1..=ranks).filter(|of| ranks.is_multiple_of(*of)), mesh.ep)),
+        ),
     });
     settings.require(&[etp, tp], [1, mesh.tp].contains(&mesh.expert_tensor_parallel), || {
         let problem = format!("is neither 1 nor {tp} = {}", mesh.tp);

@@ -55,9 +55,9 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    CommKind, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
-    OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, TextFormat, TokenType,
-    ValidationCompression, VerifySteps, VerifyWord, WordOr,
+    CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LossScaleWord, LossScaling,
+    MatmulDtype, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
+    TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord, WordOr,
 };
 
 impl Config {

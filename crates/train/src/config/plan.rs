@@ -38,7 +38,7 @@ impl Config {
     pub fn model(&self) -> Arc<dyn AnyModel> {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
         let (frozen, context) = (self.model.frozen(), self.context());
-        let block = if (conditions::TOKENWISE.holds)(self) { self.memory.sequence_block } else { 0 };
+        let block = self.memory.sequence_block;
         match self.model.kind {
             ModelKind::Gpt2 => {
                 let model =

@@ -118,6 +118,10 @@ pub(super) fn derive(settings: &mut Settings) {
     settings.derive("model.hidden_size", PRESET, int(preset.hidden_size));
     settings.derive("model.num_heads", PRESET, int(preset.num_heads));
     settings.derive("model.seq_len", PRESET, int(preset.seq_len));
+    let [window, tokens, cp] =
+        ["model.sliding_window", "model.seq_len", "parallelism.cp"].map(|key| settings.get::<usize>(key));
+    let order = if window > 0 && window <= tokens / cp.max(1) { "contiguous" } else { "zigzag" };
+    settings.derive("parallelism.context_parallel_order", &["model.sliding_window"], order);
 
     let kind: ModelKind = settings.get("model.kind");
     let (hidden_size, num_heads) = (settings.get("model.hidden_size"), settings.get("model.num_heads"));

@@ -137,9 +137,9 @@ sections! {
         /// Places of the ring of hybrid: it divides cp, and the ranks of a place exchange heads for tokens.
         ring_degree: usize = Derived("hybrid: the least for which heads fit, else 1"), Count(1), Rounding, if HYBRID;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
-        /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
-        /// with data.documents = "attention", else zigzag.
-        context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
+        /// under the causal mask; contiguous, by default with a window no longer than the part of a rank; by_document,
+        /// chosen for each micro-batch so that ranks have equal work with data.documents = "attention", else zigzag.
+        context_parallel_order: ContextOrder = Derived("zigzag; contiguous with a short window"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;
         /// What becomes smaller where a launcher starts fewer ranks than the mesh has: off, nothing, and the run is
@@ -386,10 +386,10 @@ sections! {
         /// are computed chunk by chunk from what the head reads, and backward computes the logits once more. The loss
         /// of a step keeps its bits, the gradient of the head is summed in another order.
         loss_chunk: usize = int(0), Count(0), Rounding;
-        /// Tokens of a sequence whose inner features of a dense feed-forward network exist at a time; 0 = those of all.
-        /// The network computes its result block by block, and every block once more in backward. Gradients of its
-        /// weights are summed in another order.
-        sequence_block: usize = int(0), Count(0), Rounding, if TOKENWISE;
+        /// Tokens of a sequence whose inner features of a feed-forward network, or rows of experts, exist at a time; 0
+        /// = those of all. A layer computes its result block by block, and every block once more in backward. Gradients
+        /// of its weights are summed in another order, in canonical numerics in one that does not depend on the mesh.
+        sequence_block: usize = int(0), Count(0), Rounding;
         /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the
         /// optimizer, which a step reads and writes page by page. activations: what forward keeps for backward, layer
         /// by layer. samples: the activations that compress.aqsgd keeps, micro-batch by micro-batch. all: these, and
@@ -410,6 +410,11 @@ sections! {
         dir: Option<String> = Unset, Text, Output;
         /// Steps between checkpoints; 0 = only at the end.
         every: u64 = int(0), Count(0), Output, if SAVES;
+        /// Steps between snapshots in memory; 0 = none. Each process keeps the slices of the state that its ranks hold,
+        /// and those that another process holds alone: where processes are lost and the others go on in place, they go
+        /// on from the last snapshot, without a disk. A snapshot is taken at the start too. Ranks are in several
+        /// processes.
+        peer_every: u64 = int(0), Count(0), Output, if ELASTIC;
         /// Checkpoints to keep.
         keep: u64 = int(2), Count(1), Output, if SAVES;
         /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run

@@ -11,8 +11,9 @@ pub(crate) const MAX_LAYERS: usize = 1 << 14;
 const MAX_PARAMETERS: u128 = 1 << 53;
 /// A rank holds the token ids of its part of the batch.
 const MAX_TOKENS: u128 = 1 << 28;
-/// Floating point operations of a step on one rank.
-const MAX_OPERATIONS: u128 = 1 << 61;
+/// Floating point operations of a step on one rank, counted in 64 bits. The estimate takes all pairs of tokens and no
+/// recomputation; a step computes half of the pairs, at most one and a half times.
+const MAX_OPERATIONS: u128 = 1 << 63;
 /// Micro-batches times stages: a schedule is a list.
 const MAX_SCHEDULE: u128 = 1 << 22;
 /// Ranks that train are threads of one process.

@@ -116,7 +116,11 @@ pub(super) fn lengths(data: &Data, names: &[(&'static str, String)], config: &Co
             let rest =
                 if held_out > 0 { format!(" after {held_out} are held out for validation") } else { String::new() };
             let problem = format!("leaves {} of {all} tokens for training{rest}, {need}", part.training);
-            faults.push(Fault::new(*key, shown, problem, "use more data or a smaller model.seq_len"));
+            let valid = match part.training {
+                0 | 1 => "use more data".to_owned(),
+                tokens => format!("use more data, or model.seq_len of at most {}", tokens - 1),
+            };
+            faults.push(Fault::new(*key, shown, problem, valid));
         }
         if config.validation.held_out() > 0.0 && held_out <= data.seq_len as u64 {
             let problem = format!("holds out {held_out} of {all} tokens of {key} = {shown}, {need}");

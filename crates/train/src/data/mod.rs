@@ -196,7 +196,10 @@ impl Data {
         data.bounded = config.data.documents != "stream";
         data.placed = config.boundary() > Boundary::Ignored;
         data.numbered = config.compress.aqsgd;
-        faults.extend(check::lengths(&data, &names, config));
+        // What is planned without data of its own needs none.
+        if config.training.steps > 0 || config.data.path.is_some() || !config.data.sources.is_empty() {
+            faults.extend(check::lengths(&data, &names, config));
+        }
         let first = &data.parts[0].stream.tokens;
         match first.read(0..first.len().min(PROMPT)) {
             Ok(prompt) => data.prompt = prompt,

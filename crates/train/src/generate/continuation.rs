@@ -3,6 +3,7 @@
 use super::{Sampling, Trained};
 use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
+use crate::peers::Peers;
 use crate::processes::{Handshake, Joined};
 use crate::stop;
 use meshwork_core::hash::hash;
@@ -51,8 +52,9 @@ pub fn continue_text(
 ) -> Result<Continued, RunError> {
     let each = Mutex::new(each);
     let shown = |token| each.lock().unwrap_or_else(PoisonError::into_inner)(token);
-    Joined::from_config(&trained.config)?
-        .run(&trained.config, |world, _, _| continue_text_in(world, trained, prompt, tokens, sampling, asked, shown))
+    Joined::from_config(&trained.config)?.run(&trained.config, &Peers::default(), |world, _, _| {
+        continue_text_in(world, trained, prompt, tokens, sampling, asked, shown)
+    })
 }
 
 /// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world

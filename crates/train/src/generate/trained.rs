@@ -141,11 +141,7 @@ impl Trained {
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
         }
-        let (cp, ep) = (config.parallelism.cp, config.parallelism.ep);
-        if cp > 1 && config.training.numerics == "canonical" {
-            let problem = format!("cp={cp} sums over keys on several ranks, in another order than one rank does");
-            settings.fault("training.numerics", "canonical", problem, "use fast, or tp and pp");
-        }
+        let ep = config.parallelism.ep;
         if dp == 1 && ep > 1 {
             settings.fault(
                 "--mesh",

@@ -5,11 +5,23 @@ use super::environment;
 use crate::config::{Config, Elastic};
 use crate::error::RankError;
 use crate::numbers::spans;
+use crate::peers::{Keepers, Peers};
+use meshwork_core::hash::hash;
 use meshwork_core::launcher::{Launch, LaunchError, detect};
-use meshwork_core::{Mesh, RankEnd, RunError, World};
+use meshwork_core::{Axis, Mesh, RankEnd, RunError, World};
 use meshwork_mpi::{Library, MpiError, Options, Runtime};
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+/// The processes in the order of the ranks that they were launched for. A process joins once.
+static ORDER: OnceLock<Arc<[usize]>> = OnceLock::new();
+
+/// The process of a rank, as it was launched.
+pub(super) fn process_of(rank: usize, ranks_per_process: usize) -> usize {
+    let at = rank / ranks_per_process.max(1);
+    ORDER.get().and_then(|order| order.get(at)).copied().unwrap_or(at)
+}
 
 /// The world of a run.
 #[derive(Debug)]
@@ -49,12 +61,15 @@ impl Joined {
     fn runtime(config: &Config, launch: &Launch) -> Result<Runtime, RankError> {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
-        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
+        let host = hash(gethostname::gethostname().as_encoded_bytes());
+        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process, host };
         meet(launch, library, options)
     }
 
     /// The worlds over the processes that are there: all make them in this order.
     fn over(config: &Config, runtime: Runtime, told: Vec<String>) -> Self {
+        runtime.arrange(config.mesh().map_or(1, |mesh| mesh.degree(Axis::Tp)));
+        ORDER.get_or_init(|| runtime.there());
         if config.parallelism.elastic == Elastic::Off {
             // Of another size than the mesh it is refused.
             return Self { world: Some(runtime.world()), all: None, runtime: Some(runtime), told };
@@ -67,20 +82,24 @@ impl Joined {
     /// Runs `train` in the world of the run, with what rank 0 tells first. A process of spare ranks waits until it has
     /// ended, and ends as it did.
     ///
-    /// Where processes are lost and the others live, an elastic run that saves goes on in place, from its last
-    /// checkpoint, on the mesh that fits the ranks that are there.
+    /// Where processes are lost and the others live, an elastic run that saves goes on in place, on the mesh that fits
+    /// the ranks that are there: from the last snapshot in the memory of `peers`, else from its last checkpoint.
     ///
     /// # Errors
     /// Of `train`, on spare ranks too. Ranks are numbered as they were launched.
     pub fn run<T: Default>(
         mut self,
         config: &Config,
+        peers: &Peers,
         train: impl Fn(&World, Vec<String>, &Config) -> Result<T, RunError>,
     ) -> Result<T, RunError> {
         let mut now = config.clone();
         loop {
-            let told = std::mem::take(&mut self.told);
-            let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), |world| train(world, told, &now));
+            let told = self.restore(&now, peers);
+            let ended = told.and_then(|told| match &self.world {
+                Some(world) => train(world, told, &now),
+                None => Ok(T::default()),
+            });
             let Some(all) = self.all.take() else { return ended };
             let cause = ended.as_ref().err().map(|error| error.cause.clone());
             let together = all.run(|all| match cause.clone() {
@@ -93,6 +112,15 @@ impl Joined {
                 Err(of_all) => of_all,
             };
             drop(all);
+            // Spare ranks that were lost are not needed any more.
+            let trained = now.mesh().map_or(0, |mesh| mesh.world_size());
+            let is_over = |(rank, end): (usize, &Option<RankEnd>)| match end {
+                None => true,
+                Some(end) => rank >= trained && is_lost(end),
+            };
+            if of_all.ends.iter().enumerate().all(is_over) {
+                return ended;
+            }
             let Some(runtime) = self.runtime.take() else { return ended };
             let before = runtime.there();
             let Some((fitted, told)) = regrouped(config, &runtime, &of_all, cause) else {
@@ -101,6 +129,37 @@ impl Joined {
             now = fitted;
             self = Self::over(&now, runtime, told);
         }
+    }
+
+    /// Begins a world whose ranks keep snapshots, if they do; after a loss with the state of the last one. What rank 0
+    /// tells first.
+    ///
+    /// # Errors
+    /// A loss meanwhile, and where there is nothing to go on from.
+    fn restore(&mut self, config: &Config, peers: &Peers) -> Result<Vec<String>, RunError> {
+        let mut told = std::mem::take(&mut self.told);
+        let Some(runtime) = self.runtime.as_ref().filter(|_| config.keeps_snapshots()) else { return Ok(told) };
+        let processes = runtime.there();
+        if peers.have_been() {
+            let restored = runtime.world().run(|world| {
+                let (model, plan) = (config.model(), config.plan()?);
+                match peers.restore(&world, &processes, (&model, &plan))? {
+                    Err(why) if config.checkpoint.dir.is_none() => Err(RankError::NoSnapshot(why)),
+                    restored => Ok(restored),
+                }
+            })?;
+            told.extend(restored.into_iter().next().map(|restored| match restored {
+                Ok(step) => format!("the state after step {step} is restored from the memory of the others"),
+                Err(why) => {
+                    format!("warning: the last checkpoint is read, because no snapshot in memory is whole: {why}")
+                }
+            }));
+        }
+        if let Some(all) = &self.all {
+            let keepers = all.prepare(|| Keepers::from_config(config))?;
+            keepers.into_iter().for_each(|keepers| peers.enter(Arc::new(keepers), processes.clone()));
+        }
+        Ok(told)
     }
 }
 
@@ -123,7 +182,8 @@ fn regrouped(
     let ranks: Vec<usize> = (0..error.ends.len()).filter(lost).collect();
     let there = runtime.there();
     let processes: BTreeSet<usize> = ranks.iter().filter_map(|rank| there.get(rank / each).copied()).collect();
-    let goes_on = !processes.is_empty() && !processes.contains(&runtime.process()) && config.checkpoint.dir.is_some();
+    let saves = config.checkpoint.dir.is_some() || config.keeps_snapshots();
+    let goes_on = !processes.is_empty() && !processes.contains(&runtime.process()) && saves;
     if !goes_on {
         return None;
     }
@@ -147,7 +207,8 @@ pub(crate) fn is_lost(end: &RankEnd) -> bool {
 
 /// An error with the ranks as they were launched, where processes were lost before.
 fn as_launched(error: RunError, there: &[usize], each: usize) -> RunError {
-    let place = |rank: usize| there.get(rank / each).map_or(rank, |process| process * each + rank % each);
+    let number = |process: &usize| ORDER.get()?.iter().position(|launched| launched == process);
+    let place = |rank: usize| there.get(rank / each).and_then(number).map_or(rank, |at| at * each + rank % each);
     let most = (0..error.ends.len()).map(place).max().map_or(0, |most| most + 1);
     if most <= error.ends.len() {
         return error;
@@ -181,7 +242,10 @@ pub fn world(mesh: &Mesh) -> Result<World, RankError> {
         }
         size => size.map_or(1, |processes| ranks / processes),
     };
-    Ok(meet(&launch, library, Options { ranks_per_process, ..Options::default() })?.world())
+    let host = hash(gethostname::gethostname().as_encoded_bytes());
+    let runtime = meet(&launch, library, Options { ranks_per_process, host, ..Options::default() })?;
+    runtime.arrange(mesh.degree(Axis::Tp));
+    Ok(runtime.world())
 }
 
 impl From<MpiError> for RankError {

@@ -39,6 +39,11 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
         Err(fault) => settings.faults.push(fault),
     }
     config.notices.extend(notices);
+    if config.checkpoint.peer_every > 0 && config.comm.launch.is_none() && config.training.steps > 0 {
+        let every = config.checkpoint.peer_every;
+        let why = "all ranks are threads of this process, and would be lost together";
+        config.notices.push(format!("checkpoint.peer_every = {every} keeps no snapshots: {why}"));
+    }
     let ranks = launched(config, &environment).filter(|_| settings.faults.is_empty());
     match ranks.map_or(Ok(None), |ranks| elastic::fit(config, ranks)) {
         Ok(fitted) => *config = fitted.unwrap_or_else(|| config.clone()),
@@ -161,7 +166,13 @@ impl Config {
     pub fn tells(&self, error: &RunError) -> bool {
         let Some(launch) = &self.comm.launch else { return true };
         let first = error.ends.iter().position(|end| !end.as_ref().is_some_and(join::is_lost));
-        first.is_none_or(|first| first / self.comm.ranks_per_process.max(1) == launch.rank)
+        first.is_none_or(|first| join::process_of(first, self.comm.ranks_per_process) == launch.rank)
+    }
+
+    /// Whether processes keep snapshots of the state in memory. Where no step is trained, as before a run.
+    pub(crate) fn keeps_snapshots(&self) -> bool {
+        let others = self.comm.launch.is_some() || self.training.steps == 0;
+        self.checkpoint.peer_every > 0 && self.parallelism.elastic != Elastic::Off && others
     }
 
     /// The part of all ranks that is on this host, as far as is known: for what the host must have.

@@ -9,14 +9,14 @@
 //! run reports of itself are those without a replay.
 
 pub(crate) mod other_bits;
-mod routes;
 
 use crate::config::{Config, Fault, parse_mesh};
 use crate::devices::Devices;
 use crate::error::RankError;
 use crate::numbers::{count, size, spans};
 use crate::predict::predict_all;
-use meshwork_core::{Axis, Communicator, Group, Rank};
+use crate::routes::{Arrived, Different, Routes, with_whole_weights};
+use meshwork_core::{Communicator, Group, Rank};
 use meshwork_engine::{
     GRADIENT, ModelPlan, Plan, StateKey, StateSlice, StepReport, TrainError, Trainer, Verify, gradient_layout,
     state_layout,
@@ -24,9 +24,8 @@ use meshwork_engine::{
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::param::LocalSlice;
 pub use other_bits::OtherBits;
-use routes::{Arrived, Different, Routes};
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -96,32 +95,6 @@ impl Replays {
     pub fn bytes(&self) -> u64 {
         (0..self.members.len()).map(|rank| self.there.bytes(rank) + self.back.bytes(rank)).max().unwrap_or(0)
     }
-}
-
-/// The slices that ranks want of the state, with all of the weights that a rank computes with: in 16 bits they are made
-/// of more elements than the rank keeps in f32.
-fn with_whole_weights(
-    model: &ModelPlan,
-    state: &[StateSlice],
-    members: &[usize],
-) -> Result<Vec<StateSlice>, TrainError> {
-    let specs: BTreeMap<String, _> = model.parameters()?.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
-    let mesh = model.mesh();
-    let places: BTreeMap<usize, usize> = members.iter().enumerate().map(|(place, &rank)| (rank, place)).collect();
-    let stage = |place: usize| mesh.coords(place).get(Axis::Pp);
-    let (mut wanted, mut weights) = (Vec::new(), BTreeMap::new());
-    for of in state {
-        match specs.get(&of.key.parameter).filter(|_| of.key.state.is_none()) {
-            Some(spec) => _ = weights.insert((stage(places[&of.rank]), &of.key), (spec, of)),
-            None => wanted.push(of.clone()),
-        }
-    }
-    for ((pp, _), (spec, of)) in weights {
-        let ranks = members.iter().enumerate().filter(|(place, _)| stage(*place) == pp);
-        let slice = |place: usize| spec.local(mesh, mesh.coords(place));
-        wanted.extend(ranks.map(|(place, &rank)| StateSlice { slice: slice(place), rank, ..of.clone() }));
-    }
-    Ok(wanted)
 }
 
 /// The configuration of the other mesh.

@@ -166,8 +166,8 @@ fn bad_data_is_refused() {
         ),
         (
             write("short.txt", b"ab"),
-            "leaves 2 of 2 tokens for training, fewer than one sample of model.seq_len + 1 = 3 tokens; use more data or a \
-             smaller model.seq_len"
+            "leaves 2 of 2 tokens for training, fewer than one sample of model.seq_len + 1 = 3 tokens; use more data, or \
+             model.seq_len of at most 1"
                 .to_string(),
         ),
     ] {
@@ -182,7 +182,7 @@ fn bad_data_is_refused() {
         open(&write("eight.txt", b"12345678"), parts).unwrap_err(),
         format!(
             "data.path = {path:?}: leaves 4 of 8 tokens for training after 4 are held out for validation, fewer than one \
-             sample of model.seq_len + 1 = 5 tokens; use more data or a smaller model.seq_len\n\
+             sample of model.seq_len + 1 = 5 tokens; use more data, or model.seq_len of at most 3\n\
              validation.fraction = 0.5: holds out 4 of 8 tokens of data.path = {path:?}, fewer than one sample of \
              model.seq_len + 1 = 5 tokens; use a larger fraction, more data or a smaller model.seq_len",
             path = folder.join("eight.txt")
@@ -558,4 +558,18 @@ fn mixed_documents_give_the_same_bits_on_every_mesh_and_when_resumed() {
     let losses =
         rules.map(|rule| last_loss(&folder, "dp=1", &format!("--steps 4 --set data.documents={rule}")).to_bits());
     assert_eq!((HashSet::from(losses).len(), losses[3]), (4, alone.to_bits()));
+}
+
+/// A step of the 8 billion parameters on a million tokens over cp=8 is planned without a text as long, and fits 80 GiB.
+#[test]
+fn a_million_tokens_are_planned_without_data() {
+    let line = "--mesh cp=8 --set model.preset=llama3-8b --set model.seq_len=1000000 --set training.global_batch_size=1 \
+                --set parallelism.context_parallel_method=ring --set training.dtype=bf16 --set parallelism.zero_stage=3 \
+                --set memory.recompute=full --set memory.loss_chunk=1024 --set memory.sequence_block=4096";
+    let told = |steps: &str| load(&Args::parse(format!("{line} --steps {steps}").split_whitespace()));
+    let (config, _) = told("0").unwrap();
+    let bytes = meshwork_train::plan::predict(&config, 7).unwrap().peak_bytes();
+    assert!((60 << 30..80 << 30).contains(&bytes), "{bytes}");
+    let refused = told("1").unwrap_err().to_string();
+    assert!(refused.contains("fewer than one sample of model.seq_len + 1 = 1000001 tokens"), "{refused}");
 }

@@ -6,7 +6,7 @@
 use crate::small::{BATCH, SEQ, config, data};
 use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
-use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Side, Vector, compare};
+use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Row, Side, Vector, compare};
 use meshwork_engine::Plan;
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
@@ -157,6 +157,60 @@ fn experts_on_other_meshes_are_identical_in_canonical_numerics() {
         ["dp=2,ep=2,tp=2", "dp=2,ep=2,tp=2 --set pipeline.schedule=gpipe"].map(|mesh| config(&format!("{mesh} {moe}")));
     let report = held_against([&a, &b], 2);
     assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{report}");
+}
+
+/// Ranks of cp that hold tokens in an order of their own, by every method, against one rank that has them in the order
+/// of the sequence: each token with itself, and what a mesh adds behind the last token with nothing. A gradient of a
+/// gather has its like where the same operations read both.
+#[test]
+fn sequences_in_other_orders_are_compared_token_by_token() {
+    let method = "--set parallelism.context_parallel_method";
+    let experts = "--set moe.num_experts=4 --set moe.top_k=2";
+    for (mesh, by, more) in [
+        ("cp=2", "all_gather", ""),
+        ("cp=2", "ring", ""),
+        ("cp=2,pp=2", "ring", ""),
+        ("tp=2,cp=2", "hybrid", "--set parallelism.sequence_parallel=true"),
+        ("cp=2", "all_to_all", ""),
+        ("cp=3", "ring", ""),
+        ("cp=2,ep=2", "ring", experts),
+        ("cp=4,ep=2", "all_gather", experts),
+    ] {
+        let other = config(&format!("{mesh} {method}={by} {more}"));
+        let shared = format!("{method}=all_gather {}", more.replace("--set parallelism.sequence_parallel=true", ""));
+        let report = held_against([&config(&format!("dp=1 {shared}")), &other], 2);
+        assert!(report.unexplained.is_none() && report.replicas.is_none(), "{mesh} by {by}: {report}");
+        assert!(report.holds() && !report.identical(), "{mesh} by {by}: {report}");
+        let attention = |row: &&Row| row.class.contains("_attention") && row.phase == "backward";
+        assert!(report.rows.iter().any(|row| attention(&row)), "{mesh} by {by}: {report}");
+        let known = ["values of each rank's own", "layouts of one side alone", "sums over", "gradients that one side"];
+        let known = |why: &str| known.iter().any(|known| why.starts_with(known));
+        assert!(report.skipped.keys().all(|why| known(why)), "{mesh} by {by}: {report}");
+    }
+    // An order for each micro-batch, of 16 chunks of 8 tokens and 8 places behind them.
+    let report = run(&format!(
+        "--mesh dp=1 --mesh cp=2,pp=2 {method}=ring --set data.documents=attention --set data.end_of_text=32 \
+         --set parallelism.context_parallel_order=by_document --set pipeline.num_microbatches=2"
+    ));
+    assert!(report.unexplained.is_none() && report.replicas.is_none() && !report.identical(), "{report}");
+    // Canonical numerics: the same bits.
+    for mesh in ["cp=2,ep=2", "cp=4,ep=2", "cp=2,dp=2,ep=2", "cp=4,ep=4"] {
+        let shared = format!(
+            "{method}=all_gather {experts} --set training.numerics=canonical --set model.tie_embeddings=false \
+             --set numerics.reduction_blocks=4"
+        );
+        let report = held_against([&config(&format!("dp=1 {shared}")), &config(&format!("{mesh} {shared}"))], 2);
+        assert!(report.holds() && report.identical() && report.replicas.is_none(), "{mesh}: {report}");
+    }
+}
+
+/// Of one side that has parts of sequences, the other computes attention by the same operations.
+#[test]
+fn a_side_without_a_method_gets_one() {
+    let report = run("--mesh dp=1 --mesh cp=2 --set model.kind=llama");
+    assert!(report.unexplained.is_none() && !report.identical(), "{report}");
+    let report = run("--mesh cp=2 --mesh dp=2 --numerics canonical --set model.tie_embeddings=false");
+    assert!(report.identical(), "{report}");
 }
 
 /// Runs the comparison of a command line.

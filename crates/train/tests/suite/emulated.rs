@@ -3,18 +3,21 @@
 //!
 //! More than 400 lines: every configuration that trains on the emulated device is one table of one comparison.
 
-use meshwork_core::{Axis, Mesh};
+use meshwork_core::{Axis, Mesh, Rank, World};
+use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::emulator::{Host, HostError};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_diff::{Report, Side, compare};
-use meshwork_engine::{Numerics, Plan};
+use meshwork_engine::{Decoder, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState};
+use meshwork_models::language;
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
 use meshwork_nn::Model;
 use meshwork_optim::Sgd;
-use meshwork_tensor::random;
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Device, ParamSpec, Precision, random};
 use meshwork_train::config::Args;
 use meshwork_train::data::Images;
 use meshwork_train::{Devices, load, train_in};
@@ -109,7 +112,7 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
     }
 }
 
-/// A sequence that cp cuts, by each method, and with experts on ranks of dp.
+/// A sequence that cp cuts, by each method, and with experts on ranks of dp, on all of cp and on a part of it.
 #[test]
 fn sequences_over_cp_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
@@ -120,6 +123,8 @@ fn sequences_over_cp_have_every_value_of_the_cpu() {
         (&llama, "dp=2,cp=2", "all_to_all"),
         (&[&llama[..], &["--set=model.sliding_window=5"]].concat(), "tp=2,cp=2", "all_gather"),
         (&experts, "dp=2,cp=2,ep=2", "all_gather"),
+        (&experts, "cp=2,ep=2", "all_to_all"),
+        (&experts, "cp=4,ep=2", "all_gather"),
     ] {
         let shared = emulator(&kernels, 3);
         let method = format!("--set=parallelism.context_parallel_method={method}");
@@ -133,16 +138,60 @@ fn sequences_over_cp_have_every_value_of_the_cpu() {
 #[test]
 fn rings_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
-    for (mesh, method, kind) in [("cp=2", "ring", "gpt2"), ("cp=4", "hybrid", "llama"), ("tp=2,cp=2", "ring", "llama")]
-    {
+    for (mesh, method, more) in [
+        ("cp=2", "ring", &["--set=model.kind=gpt2"][..]),
+        ("cp=4", "hybrid", &["--set=model.kind=llama", "--set=model.dropout=0"]),
+        ("tp=2,cp=2", "ring", &["--set=model.kind=llama", "--set=model.dropout=0"]),
+        ("cp=4", "ring", &["--set=model.kind=llama", "--set=model.dropout=0", "--set=model.sliding_window=5"]),
+        ("cp=4,ep=2", "ring", &["--set=model.preset=switch-tiny", "--set=model.dropout=0"]),
+        ("cp=4,ep=4", "hybrid", &["--set=model.preset=switch-tiny", "--set=model.dropout=0"]),
+    ] {
         let shared = emulator(&kernels, 5);
         let method = format!("--set=parallelism.context_parallel_method={method}");
-        let kind = format!("--set=model.kind={kind}");
-        let model = ["--set=training.numerics=fast", "--set=parallelism.ring_degree=2", &method, &kind];
-        let dropout = if kind.ends_with("llama") { "--set=model.dropout=0" } else { "--set=data.shuffle=false" };
-        let report = diff_between(&[&model[..], &[dropout]].concat(), [mesh, mesh], &[], move |_| shared.clone());
+        let model = ["--set=training.numerics=fast", "--set=parallelism.ring_degree=2", &method];
+        let report = diff_between(&[&model[..], more].concat(), [mesh, mesh], &[], move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
         assert!(report.identical() && report.steps == 2, "{mesh} {method}: {report}");
+    }
+}
+
+/// Text with a cache that cp cuts, token by token: the logits of the CPU on the same mesh, in canonical numerics of one
+/// rank.
+#[test]
+fn a_cache_that_cp_cuts_has_the_logits_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    for (numerics, one) in [("fast", "cp=2"), ("canonical", "dp=1")] {
+        let logits = |mesh: &str, device: &(dyn Fn() -> Arc<dyn Device> + Sync)| {
+            let (mesh, numerics) = (format!("--mesh={mesh}"), format!("--set=training.numerics={numerics}"));
+            let more = [&*mesh, &*numerics, "--set=model.kind=llama", "--set=model.dropout=0"];
+            let method = "--set=parallelism.context_parallel_method=all_gather";
+            let (config, _) = load(&Args::parse([SMALL, &more, &[method]].concat())).unwrap();
+            let (model, plan) = (config.model(), config.plan().unwrap());
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+                let alone = Plan { mesh: "dp=1".parse().unwrap(), ..plan.clone() };
+                let own = Arc::new(Rank::recording(&alone.mesh, 0)?);
+                let first = Trainer::new(model.clone(), &alone, own, Cpu::device());
+                let weights = WholeState::merge(&[first?.state()?])?;
+                let read = |spec: &ParamSpec, slice: &LocalSlice| {
+                    let key = StateKey { parameter: spec.name.clone(), state: None };
+                    weights.read(&key, spec.dims, slice)
+                };
+                let mut decoder = Decoder::new(model.clone(), &plan, rank, device(), 16, read)?;
+                [5, 1, 4, 1]
+                    .map(|count| {
+                        let tokens = (0..count).map(|at| (decoder.past() + at) as i32 * 7 % 50).collect();
+                        decoder.next(&language::batch(tokens, vec![-1; count], count)?, count, 50)
+                    })
+                    .into_iter()
+                    .collect::<Result<Vec<_>, TrainError>>()
+            });
+            ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0)
+        };
+        let shared = emulator(&kernels, 7);
+        let emulated = || -> Arc<dyn Device> {
+            Arc::new(CudaDevice::with_precision(shared.clone(), Products::OfTheCpu, Precision::default()).unwrap())
+        };
+        assert_eq!(logits("cp=2", &emulated), logits(one, &Cpu::device), "{numerics}");
     }
 }
 
@@ -242,6 +291,18 @@ fn a_step_has_the_same_bits_where_it_runs_again() {
     let of_rank = move |_| Ok(Arc::new(CudaDevice::with_precision(shared.clone(), Products::OfTheCpu, precision)?));
     let told = replay::run(&config, &Devices::cuda(of_rank), |world| world).unwrap();
     assert!(told.iter().all(|told| told.contains(": the same bits")), "{told:?}");
+}
+
+/// A snapshot of emulated devices in host memory, and the state on other ones after a loss.
+#[test]
+fn a_run_goes_on_from_memory_on_other_devices() {
+    use crate::peers::{config, on_cpu, regrouped, whole};
+    let Some(kernels) = kernels() else { return };
+    let [before, after] = ["dp=2", "dp=1"].map(config);
+    let shared = emulator(&kernels, 4);
+    let devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(shared.clone(), Products::OfTheCpu)?)));
+    let (_, from, numbers) = regrouped([&before, &after], &|world| Ok(devices.rank(world)?), 1, [&[], &[1]]).unwrap();
+    assert_eq!((from, numbers), (2, whole(&before, &on_cpu, 2..5)));
 }
 
 /// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in

@@ -306,8 +306,11 @@ fn a_sequence_that_cp_does_not_fit() {
     refused(&[
         (
             "--mesh cp=3 --set model.seq_len=2",
-            "parallelism.cp = 3: cuts model.seq_len = 2 into 3 parts; use as many ranks as there are tokens, or \
-             fewer: a longer model.seq_len",
+            "parallelism.cp = 3: cuts model.seq_len = 2 into 3 parts; use at most 2, or model.seq_len of 3 or more",
+        ),
+        (
+            "--mesh tp=2,cp=4 --set parallelism.sequence_parallel=true --set model.seq_len=6",
+            "parallelism.cp = 4: cuts model.seq_len = 6 into 8 parts; use at most 3, or model.seq_len of 8 or more",
         ),
         (
             "--mesh cp=2 --set parallelism.context_parallel_method=none",
@@ -316,9 +319,8 @@ fn a_sequence_that_cp_does_not_fit() {
         ),
         (
             "--mesh dp=2,cp=4,ep=6 --set moe.num_experts=12 --set model.preset=tiny",
-            "parallelism.ep = 6: does not divide parallelism.dp = 2: ranks of dp share out the experts, or all 4 ranks of \
-             cp and ranks of dp; use a multiple of 6, such as 6 for parallelism.dp, or another parallelism.ep: 4, or 4 \
-             times a divisor of parallelism.dp",
+            "parallelism.ep = 6: does not divide parallelism.dp · parallelism.cp = 8: ranks of dp and cp share out the \
+             experts; use 4 or 8",
         ),
         (
             "--mesh cp=3 --set model.seq_len=16 --set model.dropout=0.1",

@@ -195,9 +195,6 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
     let both = message(&checkpoints, None, "--mesh dp=2,tp=3");
     assert!(both.contains("dp=2: one text has nothing to split over dp; use tp and pp"), "{both}");
     assert!(both.contains("model.num_heads = 4: is not divisible by parallelism.tp = 3"), "{both}");
-    let cut = message(&checkpoints, None, "--mesh cp=2 --set training.numerics=canonical");
-    let told = "training.numerics = canonical: cp=2 sums over keys on several ranks, in another order than one rank does; use fast";
-    assert!(cut.contains(told), "{cut}");
     let tokenizer = message(&export, Some("no-such-tokenizer"), "");
     assert!(
         tokenizer.starts_with("--tokenizer = \"no-such-tokenizer\": is neither")
@@ -214,15 +211,19 @@ fn ranks_of_cp_cache_parts_of_the_text() {
         [("over_cp", "gpt2", ""), ("over_cp", "llama", ""), ("windowed_over_cp", "llama", "model.sliding_window=5")]
     {
         let [checkpoints, _] = trained_with(name, kind, more);
-        let fast = |more: &str| {
-            let set = format!("--set=training.numerics=fast {more}");
+        let open = |numerics: &str, more: &str| {
+            let set = format!("--set=training.numerics={numerics} {more}");
             Trained::open(&checkpoints, None, Args::parse(set.split_whitespace())).unwrap()
         };
-        for prompt in ["ab", "a prompt of more than sixteen tokens"] {
-            let (one, whole) = tokens(&fast(""), prompt, 3 * SEQ, SAMPLING);
+        let prompts = ["ab", "a prompt of more than sixteen tokens"];
+        for (prompt, numerics) in prompts.iter().flat_map(|prompt| [(prompt, "fast"), (prompt, "canonical")]) {
+            let (one, whole) = tokens(&open(numerics, ""), prompt, 3 * SEQ, SAMPLING);
             for mesh in ["cp=2", "cp=3", "tp=2,cp=2", "pp=2,cp=2"] {
-                let (there, part) = tokens(&fast(&format!("--mesh {mesh}")), prompt, 3 * SEQ, SAMPLING);
-                assert_eq!(there, one, "{kind} on {mesh}");
+                if mesh == "cp=3" && numerics == "canonical" {
+                    continue; // 16 tokens
+                }
+                let (there, part) = tokens(&open(numerics, &format!("--mesh {mesh}")), prompt, 3 * SEQ, SAMPLING);
+                assert_eq!(there, one, "{kind} on {mesh}, {numerics}");
                 let held = if mesh == "cp=3" { SEQ.div_ceil(3) } else { SEQ / 2 };
                 let parts = if mesh.starts_with("cp") { 1 } else { 2 };
                 assert_eq!(part.cache_bytes * parts * SEQ, whole.cache_bytes * held, "{kind} on {mesh}");

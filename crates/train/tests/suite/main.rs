@@ -16,6 +16,7 @@ mod images;
 mod mesh;
 mod metrics;
 mod mutations;
+mod peers;
 mod plan;
 mod profile;
 mod reference;

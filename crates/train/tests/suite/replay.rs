@@ -3,9 +3,11 @@
 use crate::small;
 use meshwork_core::comm::{Call, Decorator, Op, Pending};
 use meshwork_core::{CommError, Communicator, DType, Rank, World};
+use meshwork_cpu::Cpu;
+use meshwork_testkit::opaque::{self, Opaque};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::replay::{Replay, Replays};
-use meshwork_train::{Devices, Trainer, load, plan, train};
+use meshwork_train::{Devices, RankDevice, Trainer, load, plan, train};
 use std::error::Error;
 use std::fs;
 use std::sync::Arc;
@@ -26,9 +28,8 @@ pub fn run(
     let (data, mesh, plan) = (small::data(), config.mesh().unwrap(), config.plan().unwrap());
     let replays = Replays::from_config(config).unwrap().expect("replays");
     let ended = World::threads(&mesh).run(|world| {
-        let world = world.communicator().clone();
+        let RankDevice { device, world } = devices.rank(world.communicator().clone())?;
         let replay = Replay::join(&replays, devices, world.clone())?;
-        let device = devices.rank(world.clone())?.device;
         let mut trainer = Trainer::new(config.model(), &plan, Arc::new(Rank::new(&mesh, wrap(world))?), device)?;
         let mut told = Vec::new();
         for step in 0..3 {
@@ -65,6 +66,24 @@ fn a_step_has_the_same_bits_where_it_runs_again() {
         let config = config(settings);
         let told = run(&config, &Devices::open(&config).unwrap(), |world| world)
             .unwrap_or_else(|told| panic!("{settings}: {told:?}"));
+        assert!(told[2].contains("step 3 run again on ") && told[2].contains(": the same bits"), "{told:?}");
+    }
+}
+
+/// On devices whose memory the host does not read, with experts over a part of cp too.
+#[test]
+fn a_step_runs_again_on_devices_whose_memory_the_host_does_not_read() {
+    let devices = Devices::own(|world| {
+        Ok(RankDevice { device: Opaque::device(Cpu::device()), world: opaque::communicator(world) })
+    });
+    let untied = "--set model.tie_embeddings=false --set numerics.reduction_blocks=4";
+    for settings in [
+        "dp=2,tp=2 --set parallelism.zero_stage=3 --set training.replay_mesh=tp=4".to_owned(),
+        format!("cp=2,dp=2 {untied} --set training.replay_mesh=dp=4"),
+        format!("cp=4,ep=2 {untied} --set moe.num_experts=4 --set training.replay_mesh=dp=2,cp=2,ep=2"),
+    ] {
+        let config = config(&settings);
+        let told = run(&config, &devices, |world| world).unwrap_or_else(|told| panic!("{settings}: {told:?}"));
         assert!(told[2].contains("step 3 run again on ") && told[2].contains(": the same bits"), "{told:?}");
     }
 }

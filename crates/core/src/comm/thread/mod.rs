@@ -27,7 +27,7 @@ mod world;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use self::reduce::reduce_parts;
+pub use self::reduce::{Part, reduce_parts, sum_size};
 use self::world::{World, communicator};
 use super::{Activity, Communicator, Ended, Group};
 use crate::run_error::{Cause, RankEnd, RunError, contained};

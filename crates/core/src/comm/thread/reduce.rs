@@ -21,7 +21,7 @@ pub(super) const BLOCK: usize = 64;
 /// An element type that can be reduced.
 pub(super) trait Reduce: Element {
     /// The type of sums.
-    type Acc: Copy + Default;
+    type Acc: Reduce<Acc = Self::Acc> + Default;
 
     /// Elements as accumulators, in `room` if they are not already.
     fn widen<'a>(from: &'a [Self; BLOCK], room: &'a mut [Self::Acc; BLOCK]) -> &'a [Self::Acc; BLOCK];
@@ -169,11 +169,30 @@ pub(super) fn tree<'a, T: Reduce>(
     scratch: &mut Scratch<T::Acc>,
     put: impl FnOnce(&[T; BLOCK]),
 ) {
+    let eight = |rest: &Range<usize>| {
+        let taken = 1 << rest.len().min(8).ilog2();
+        (taken, taken)
+    };
+    tree_of(f, read, ranks, eight, scratch, put);
+}
+
+/// [`tree`] over parts, each of which is the sum of some ranks. `next` says how many of the parts that are left are
+/// added up next (1, 2, 4 or 8 that have equally many ranks), and how many ranks these have.
+#[inline(always)]
+fn tree_of<'a, T: Reduce>(
+    f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
+    read: impl Fn(usize) -> &'a [T; BLOCK],
+    parts: Range<usize>,
+    next: impl Fn(&Range<usize>) -> (usize, usize),
+    scratch: &mut Scratch<T::Acc>,
+    put: impl FnOnce(&[T; BLOCK]),
+) {
     let mut sum = [T::Acc::default(); BLOCK];
-    let mut rest = ranks;
+    let mut rest = parts;
     loop {
-        let mut weight = leaves(f, &read, rest.clone(), &mut scratch.leaves, &mut sum);
-        rest.start += weight;
+        let (taken, mut weight) = next(&rest);
+        leaves(f, &read, rest.start..rest.start + taken, &mut scratch.leaves, &mut sum);
+        rest.start += taken;
         while let Some((_, left)) = scratch.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
             for (right, left) in sum.iter_mut().zip(left) {
                 *right = f(left, *right);
@@ -187,25 +206,25 @@ pub(super) fn tree<'a, T: Reduce>(
     }
 }
 
-/// Adds up the first of `ranks`, up to eight: as many as the largest power of two. Returns that number.
+/// Adds up 1, 2, 4 or 8 parts.
 #[inline(always)]
 fn leaves<'a, T: Reduce>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: &impl Fn(usize) -> &'a [T; BLOCK],
-    ranks: Range<usize>,
+    parts: Range<usize>,
     [a, b, c, d, e, g, h, i]: &mut [[T::Acc; BLOCK]; 8],
     sum: &mut [T::Acc; BLOCK],
-) -> usize {
-    let leaf = |at: usize| read(ranks.start + at);
+) {
+    let leaf = |at: usize| read(parts.start + at);
     let two = |a, b| f(a, b);
     let four = |a, b, c, d| f(f(a, b), f(c, d));
-    match ranks.len() {
+    match parts.len() {
         1 => sum.copy_from_slice(T::widen(leaf(0), a)),
-        2 | 3 => {
+        2 => {
             let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
             (0..BLOCK).for_each(|k| sum[k] = two(a[k], b[k]));
         }
-        4..8 => {
+        4 => {
             let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
             let (c, d) = (T::widen(leaf(2), c), T::widen(leaf(3), d));
             (0..BLOCK).for_each(|k| sum[k] = four(a[k], b[k], c[k], d[k]));
@@ -218,39 +237,58 @@ fn leaves<'a, T: Reduce>(
             (0..BLOCK).for_each(|k| sum[k] = f(four(a[k], b[k], c[k], d[k]), four(e[k], g[k], h[k], i[k])));
         }
     }
-    1 << ranks.len().min(8).ilog2()
 }
 
-/// Reduces equally many elements of several ranks in the balanced tree of [`tree`](crate::tree), as this backend does,
-/// bit for bit: for backends that bring the elements together themselves. `parts` has the bytes of each rank, in the
-/// order of the group; `None` stands for the elements that `into` has before. The bytes need not be aligned.
+/// Part of a sum over the ranks of a group.
+#[derive(Clone, Debug)]
+pub struct Part<'a> {
+    /// The ranks that are added up in it: one, or a [node](crate::tree::nodes) of the tree.
+    pub ranks: Range<usize>,
+    /// Its bytes, which need not be aligned: elements, or of several ranks sums of [`sum_size`] bytes each. `None`
+    /// stands for the elements of one rank that the result's memory has before.
+    pub bytes: Option<&'a [u8]>,
+}
+
+/// Bytes of an element of a sum that is not complete: 16-bit floats are rounded once, at its end.
+pub fn sum_size(dtype: DType) -> usize {
+    match dtype {
+        DType::Bf16 | DType::F16 => size_of::<f32>(),
+        _ => dtype.size(),
+    }
+}
+
+/// Adds up parts in the balanced tree of [`tree`](crate::tree), as this backend does, bit for bit: for backends that
+/// bring the elements of ranks together themselves. The parts, in order, are the whole group, whose sum is `rounded` to
+/// elements, or a node of its tree, whose sum has [`sum_size`].
 ///
 /// # Panics
 /// If there are no parts, or one of another length than `into`.
-pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Option<&[u8]>], into: &mut [u8]) {
-    fn typed<T: Reduce>(op: ReduceOp, parts: &[Option<&[u8]>], into: &mut [u8]) {
+pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Part<'_>], into: &mut [u8], rounded: bool) {
+    fn typed<T: Reduce>(op: ReduceOp, parts: &[Part<'_>], into: &mut [u8], rounded: bool) {
+        let elements = PhantomData::<T>;
         match op {
-            ReduceOp::Sum => (Parts { f: T::sum, parts, into, elements: PhantomData::<T> }).wide(),
-            ReduceOp::Max => (Parts { f: T::max, parts, into, elements: PhantomData::<T> }).wide(),
-            ReduceOp::Min => (Parts { f: T::min, parts, into, elements: PhantomData::<T> }).wide(),
+            ReduceOp::Sum => (Parts { f: T::sum, parts, into, rounded, elements }).wide(),
+            ReduceOp::Max => (Parts { f: T::max, parts, into, rounded, elements }).wide(),
+            ReduceOp::Min => (Parts { f: T::min, parts, into, rounded, elements }).wide(),
         }
     }
     match dtype {
-        DType::F32 => typed::<f32>(op, parts, into),
-        DType::F64 => typed::<f64>(op, parts, into),
-        DType::Bf16 => typed::<bf16>(op, parts, into),
-        DType::F16 => typed::<f16>(op, parts, into),
-        DType::I32 => typed::<i32>(op, parts, into),
-        DType::I64 => typed::<i64>(op, parts, into),
-        DType::U8 => typed::<u8>(op, parts, into),
+        DType::F32 => typed::<f32>(op, parts, into, rounded),
+        DType::F64 => typed::<f64>(op, parts, into, rounded),
+        DType::Bf16 => typed::<bf16>(op, parts, into, rounded),
+        DType::F16 => typed::<f16>(op, parts, into, rounded),
+        DType::I32 => typed::<i32>(op, parts, into, rounded),
+        DType::I64 => typed::<i64>(op, parts, into, rounded),
+        DType::U8 => typed::<u8>(op, parts, into, rounded),
     }
 }
 
 /// The parts of [`reduce_parts`], to be reduced by `f`.
 struct Parts<'a, T, F> {
     f: F,
-    parts: &'a [Option<&'a [u8]>],
+    parts: &'a [Part<'a>],
     into: &'a mut [u8],
+    rounded: bool,
     elements: PhantomData<T>,
 }
 
@@ -259,18 +297,53 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F>
 
     #[inline(always)]
     fn run(self) {
-        let mut scratch = Scratch::default();
-        let mut blocks = vec![[T::zeroed(); BLOCK]; self.parts.len()];
-        let step = BLOCK * size_of::<T>();
-        for start in (0..self.into.len()).step_by(step) {
-            let range = start..self.into.len().min(start + step);
-            for (block, part) in blocks.iter_mut().zip(self.parts) {
-                let from = &part.unwrap_or(self.into)[range.clone()];
-                bytemuck::cast_slice_mut(block)[..from.len()].copy_from_slice(from);
+        let (mut scratch, parts, first) = (Scratch::default(), self.parts, self.parts[0].ranks.start);
+        // Parts of equally many ranks are added up together, up to eight, if they are a subtree.
+        let taken = |at: usize| {
+            let (start, weight) = (parts[at].ranks.start - first, parts[at].ranks.len());
+            let equal = parts[at..].iter().take(8).take_while(|part| part.ranks.len() == weight).count();
+            let aligned = if start == 0 { 3 } else { (start / weight).trailing_zeros() };
+            let taken = 1 << equal.ilog2().min(aligned);
+            (taken, taken * weight)
+        };
+        let next: Vec<(usize, usize)> = (0..parts.len()).map(taken).collect();
+        let mut blocks = vec![[T::Acc::default(); BLOCK]; parts.len()];
+        let (one, sum) = (size_of::<T>(), size_of::<T::Acc>());
+        let size = if self.rounded { one } else { sum };
+        let elements = self.into.len() / size;
+        for start in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - start);
+            let into = &mut self.into[start * size..(start + count) * size];
+            // A whole block of sums that lies well is read where it lies.
+            let lies = |part: usize| {
+                let is_sum = one == sum || parts[part].ranks.len() > 1;
+                let bytes = parts[part].bytes.filter(|_| is_sum && count == BLOCK)?;
+                bytemuck::try_from_bytes::<[T::Acc; BLOCK]>(&bytes[start * sum..(start + count) * sum]).ok()
+            };
+            for (at, (block, part)) in blocks.iter_mut().zip(parts).enumerate() {
+                if lies(at).is_some() {
+                    continue;
+                }
+                if part.ranks.len() == 1 && one != sum {
+                    let from = part.bytes.map_or(&*into, |bytes| &bytes[start * one..(start + count) * one]);
+                    let (mut elements, mut room) = ([T::zeroed(); BLOCK], [T::Acc::default(); BLOCK]);
+                    bytemuck::cast_slice_mut::<T, u8>(&mut elements)[..from.len()].copy_from_slice(from);
+                    *block = *T::widen(&elements, &mut room);
+                } else {
+                    let from = part.bytes.map_or(&*into, |bytes| &bytes[start * sum..(start + count) * sum]);
+                    bytemuck::cast_slice_mut::<T::Acc, u8>(block)[..from.len()].copy_from_slice(from);
+                }
             }
-            let into = &mut self.into[range];
-            let put = |block: &[T; BLOCK]| into.copy_from_slice(&bytemuck::cast_slice(block)[..into.len()]);
-            tree(self.f, |rank| &blocks[rank], 0..blocks.len(), &mut scratch, put);
+            let put = |block: &[T::Acc; BLOCK]| match self.rounded {
+                true => {
+                    let mut room = [T::zeroed(); BLOCK];
+                    into.copy_from_slice(&bytemuck::cast_slice::<T, u8>(T::narrow(block, &mut room))[..count * one]);
+                }
+                false => into.copy_from_slice(&bytemuck::cast_slice::<T::Acc, u8>(block)[..count * sum]),
+            };
+            let next = |rest: &Range<usize>| next[rest.start];
+            let read = |part: usize| lies(part).unwrap_or(&blocks[part]);
+            tree_of(self.f, read, 0..blocks.len(), next, &mut scratch, put);
         }
     }
 }
@@ -367,13 +440,51 @@ mod tests {
             (0..5).map(|rank| (0..150).map(|i| ((rank * 150 + i) as f32 * 0.7).sin() * 1e3).collect()).collect();
         let bytes: Vec<Vec<u8>> =
             values.iter().map(|rank| [&[0], bytemuck::cast_slice::<f32, u8>(rank)].concat()).collect(); // not aligned
-        let mut parts: Vec<_> = bytes.iter().map(|rank| Some(&rank[1..])).collect();
-        parts[2] = None;
+        let part = |rank: usize| Part { ranks: rank..rank + 1, bytes: (rank != 2).then_some(&bytes[rank][1..]) };
+        let parts: Vec<_> = (0..5).map(part).collect();
         let mut into = bytes[2][1..].to_vec();
-        reduce_parts(ReduceOp::Sum, DType::F32, &parts, &mut into);
+        reduce_parts(ReduceOp::Sum, DType::F32, &parts, &mut into, true);
         for (i, sum) in into.chunks(4).enumerate() {
             let column: Vec<f32> = values.iter().map(|rank| rank[i]).collect();
             assert_eq!(sum, by_definition(&column).to_le_bytes(), "element {i}");
+        }
+    }
+
+    /// Some nodes of the tree are added up before the rest, as ranks of a process do.
+    #[test]
+    fn sums_of_nodes_have_the_bits_of_one_sum() {
+        for (ranks, dtype) in (1..=37).flat_map(|ranks| [DType::F32, DType::Bf16].map(|dtype| (ranks, dtype))) {
+            let element = |rank: usize, i: usize| ((rank * 70 + i) as f32 * 0.7).sin() * 1e3;
+            let bytes = |rank: usize| -> Vec<u8> {
+                let values = (0..70).map(|i| element(rank, i));
+                match dtype {
+                    DType::Bf16 => values.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+                    _ => values.flat_map(f32::to_le_bytes).collect(),
+                }
+            };
+            let leaves: Vec<Vec<u8>> = (0..ranks).map(bytes).collect();
+            let part = |rank: usize| Part { ranks: rank..rank + 1, bytes: Some(&*leaves[rank]) };
+            let all: Vec<_> = (0..ranks).map(part).collect();
+            let mut whole = leaves[0].clone();
+            reduce_parts(ReduceOp::Sum, dtype, &all, &mut whole, true);
+            for run in [2, 3, 4, 5, 8] {
+                let members: Vec<usize> = (0..ranks).collect();
+                let nodes = members.chunks(run).flat_map(|run| crate::tree::nodes(run, ranks));
+                let sum = |node: Range<usize>| {
+                    let mut sum = vec![0; 70 * if node.len() == 1 { dtype.size() } else { sum_size(dtype) }];
+                    match node.len() {
+                        1 => sum.copy_from_slice(&leaves[node.start]),
+                        _ => reduce_parts(ReduceOp::Sum, dtype, &all[node.clone()], &mut sum, false),
+                    }
+                    (node, sum)
+                };
+                let sums: Vec<_> = nodes.map(sum).collect();
+                let parts: Vec<_> =
+                    sums.iter().map(|(ranks, sum)| Part { ranks: ranks.clone(), bytes: Some(sum) }).collect();
+                let mut into = leaves[0].clone();
+                reduce_parts(ReduceOp::Sum, dtype, &parts, &mut into, true);
+                assert_eq!(into, whole, "{ranks} ranks, {run} in each process, {dtype}");
+            }
         }
     }
 }

@@ -40,8 +40,10 @@ pub fn program(rng: &mut Rng, target: &Target<'_>) -> Program {
         0 => Data::Tokens { vocab: 5 + rng.below(12) },
         _ => Data::Floats { width: unit * (1 + rng.below(3)) },
     };
+    let own = Rng::new(rng.clone().below(1 << 30) as u64);
     let mut generator = Generator {
         rng,
+        own,
         unit,
         seq,
         width,
@@ -89,6 +91,8 @@ struct Value {
 
 struct Generator<'a> {
     rng: &'a mut Rng,
+    /// Numbers of its own for what was added later, so that seeds keep what they drew.
+    own: Rng,
     unit: usize,
     seq: usize,
     width: usize,

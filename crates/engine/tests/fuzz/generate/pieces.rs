@@ -238,10 +238,21 @@ impl Generator<'_> {
         self.bring(x, to)
     }
 
-    /// Attention with its heads split, or with grouped heads of which keys and values are gathered.
+    /// Attention with its heads split, or with grouped heads of which keys and values are gathered, or of the tokens
+    /// that a rank has over the gathered keys of all; with a window now and then.
     pub(super) fn attention(&mut self, x: Value) -> Value {
         let (heads, features) = (self.unit * (1 + self.rng.below(2)), 1 + self.rng.below(3));
         let axis = x.axis;
+        let window = [None, None, Some(1), Some(2), Some(5)][self.own.below(5)];
+        if x.ty == SEQ && !self.careful && self.way != Way::Decoder && self.own.below(2) == 0 {
+            let q = self.weight(x, &[heads, features, x.width], None);
+            let kv = self.weight(x, &[2, heads * features, x.width], None);
+            let [q, kv] = [q, kv].map(|weight| self.push(Op::Linear { weight, contract: 1 }, &[x.at]));
+            let kv = self.push(Op::AllGather(axis, 1), &[kv]);
+            let mixed = Value { at: self.push(Op::GroupedAttention { window }, &[q, kv]), ..x };
+            let weight = self.weight(mixed, &[self.width, heads, features], None);
+            return Value { width: self.width, ..self.on(mixed, Op::Linear { weight, contract: 2 }) };
+        }
         let x = self.bring(x, Ty::Replicate);
         let dropout = self.chance(2).then(|| (0.25, self.name("attention")));
         let mixed = match self.rng.below(3) {
@@ -253,12 +264,12 @@ impl Generator<'_> {
                 if self.chance(2) {
                     kv = self.push(Op::AllGather(axis, 3), &[kv]);
                 }
-                self.push(Op::GroupedAttention, &[q, kv])
+                self.push(Op::GroupedAttention { window }, &[q, kv])
             }
             _ => {
                 let weight = self.weight(x, &[3, heads, features, x.width], Some((axis, 1)));
                 let qkv = self.push(Op::Linear { weight, contract: 1 }, &[x.at]);
-                self.push(Op::Attention { dropout }, &[qkv])
+                self.push(Op::Attention { dropout, window }, &[qkv])
             }
         };
         let of_heads = Value { at: mixed, ty: FEATURES, ..x };

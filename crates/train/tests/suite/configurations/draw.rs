@@ -196,6 +196,15 @@ impl Case {
             let window = own.pick(&["0", "1", "3", "7", "100"]);
             case.keys.insert("model.sliding_window".to_owned(), window.to_owned());
         }
+        // Experts on a part of the ranks of cp.
+        if frame.experts > 0 && frame.dp * frame.tp * frame.pp <= 2 && rarely(&mut own, 2) {
+            let experts = (2 * frame.experts).to_string();
+            let keys = [("parallelism.cp", "4"), ("parallelism.ep", "2"), ("moe.num_experts", &*experts)];
+            case.keys.extend(keys.map(|(key, value)| (key.to_owned(), value.to_owned())));
+            if !case.keys.contains_key("parallelism.context_parallel_method") {
+                case.keys.insert("parallelism.context_parallel_method".to_owned(), "ring".to_owned());
+            }
+        }
         case
     }
 
@@ -672,8 +681,6 @@ impl Frame {
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
             "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
-            // Of a block that changes no number, in fast numerics alone.
-            "memory.sequence_block" if self.canonical => rarely(rng, 60).then(|| "3".to_owned()),
             "memory.sequence_block" => rarely(rng, 3).then(|| rng.pick(&["1", "3", "100"]).to_owned()),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
@@ -804,6 +811,7 @@ impl Frame {
             "training.replay_every" if self.canonical && self.dp * self.tp > 1 => one_of(rng, &["0", "1", "3"]),
             "training.replay_every" => rarely(rng, 200).then(|| "3".to_owned()),
             "training.replay_mesh" => rarely(rng, 200).then(|| "dp=977".to_owned()),
+            "checkpoint.peer_every" => one_of(rng, &["0", "2"]),
             "parallelism.elastic" => rarely(rng, 8).then(|| "dp".to_owned()),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),

@@ -132,8 +132,7 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let ([dp, tp, _], ep, etp) =
         (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.expert_tensor_parallel", 1));
     let cp = count(case, "parallelism.cp", 1);
-    let shared_out = divides(ep, dp) || divides(cp, ep) && divides(ep / cp, dp);
-    rule(!shared_out, "ranks of ep are neither ranks of dp nor of cp");
+    rule(!divides(ep, dp * cp), "ranks of ep are no share of the ranks of dp and cp");
     rule(![1, tp].contains(&etp), "experts are cut over all of tp, or whole");
     let experts = count(case, "moe.num_experts", 0);
     if experts == 0 {
@@ -187,7 +186,11 @@ fn zero(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(stage > 0 && dp == 1 && cp == 1, "nobody to share with");
     rule(group > 0 && stage == 0, "groups that share nothing");
     rule(group > 0 && !divides(group, dp), "groups of different sizes");
-    let ep = if divides(ep, dp) || !divides(cp, ep) { ep } else { ep / cp };
+    let ep = match () {
+        () if divides(ep, dp) => ep,
+        () if divides(cp, ep) && divides(ep / cp, dp) => ep / cp,
+        () => (1..=ep).rev().find(|&of| divides(of, ep) && divides(of, dp)).unwrap_or(1),
+    };
     rule(group > 0 && !divides(group, ep) && !divides(ep, group), "experts that some groups have more often");
 }
 

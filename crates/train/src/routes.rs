@@ -1,10 +1,10 @@
-//! Vectors that move between two meshes of one world: each rank sends the parts that it holds to the ranks that hold
-//! them on the other mesh.
+//! Vectors that move between ranks, by name and slice: each rank sends the parts that it holds to the ranks that want
+//! them, on another mesh or in their memory.
 
 use crate::checkpoint::{dims_of, slice_of};
 use meshwork_checkpoint::{Block, Slice, copy};
-use meshwork_core::{Buffer, CommError, DType, Group};
-use meshwork_engine::{StateKey, StateSlice, StateSource, TrainError};
+use meshwork_core::{Axis, Buffer, CommError, DType, Group};
+use meshwork_engine::{ModelPlan, StateKey, StateKind, StateSlice, StateSource, TrainError};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use std::collections::BTreeMap;
@@ -28,6 +28,8 @@ struct Part {
 pub(crate) struct Routes {
     vectors: Vec<(StateKey, Shape)>,
     parts: Vec<Part>,
+    /// A slice that a rank wants, and nobody holds all of, of what a run needs to go on.
+    missing: Option<String>,
 }
 
 impl Routes {
@@ -41,9 +43,14 @@ impl Routes {
         }
         let numbers: BTreeMap<&StateKey, usize> =
             by_key.keys().enumerate().map(|(number, key)| (*key, number)).collect();
-        let mut parts = Vec::new();
+        let (mut parts, mut lacks) = (Vec::new(), None);
         for of in wanted {
-            let (Some((_, slices)), Some(&vector)) = (by_key.get(&of.key), numbers.get(&of.key)) else { continue };
+            let needed = matches!(of.kind, StateKind::Parameter(_)) && of.slice.elements() > 0;
+            let lack = || format!("{} of {:?}", of.key, of.slice.ranges);
+            let (Some((_, slices)), Some(&vector)) = (by_key.get(&of.key), numbers.get(&of.key)) else {
+                lacks = lacks.or_else(|| needed.then(lack));
+                continue;
+            };
             let mut missing = vec![slice_of(&of.slice)];
             for (slice, holders) in slices {
                 let own = holders.iter().find(|holder| holder.rank == of.rank);
@@ -58,11 +65,19 @@ impl Routes {
                     })
                     .collect();
             }
+            if needed && !missing.is_empty() {
+                lacks.get_or_insert_with(lack);
+            }
         }
         // The order in which both ends count elements.
         parts.sort_by_key(|part| (part.from, part.to));
         let vectors = by_key.into_iter().map(|(key, (dims, _))| (key.clone(), dims)).collect();
-        Self { vectors, parts }
+        Self { vectors, parts, missing: lacks }
+    }
+
+    /// A slice of what a run needs that some rank wants, and that nobody holds all of.
+    pub fn missing(&self) -> Option<&str> {
+        self.missing.as_deref()
     }
 
     /// Bytes that the rank sends to others.
@@ -76,10 +91,16 @@ impl Routes {
         let (mut places, mut end) = (BTreeMap::<_, Vec<_>>::new(), 0);
         for part in self.parts.iter().filter(|part| part.from == rank) {
             let start = end;
-            end += part.both.elements() as usize;
+            end += if part.to == rank { 0 } else { part.both.elements() as usize };
             places.entry(&self.vectors[part.vector].0).or_default().push((part, start..end));
         }
-        Outgoing { routes: self, rank, places, elements: vec![0.0; end] }
+        let arrived = Arrived { dims: self.vectors.iter().cloned().collect(), ..Arrived::default() };
+        Outgoing { routes: self, rank, places, elements: vec![0.0; end], arrived }
+    }
+
+    /// What ends at `rank`, part by part, with the vector.
+    fn ending_at(&self, rank: usize) -> impl Iterator<Item = (&Part, &(StateKey, Shape))> {
+        self.parts.iter().filter(move |part| part.to == rank).map(|part| (part, &self.vectors[part.vector]))
     }
 }
 
@@ -89,6 +110,8 @@ pub(crate) struct Outgoing<'a> {
     rank: usize,
     places: BTreeMap<&'a StateKey, Vec<(&'a Part, std::ops::Range<usize>)>>,
     elements: Vec<f32>,
+    /// What it keeps.
+    arrived: Arrived,
 }
 
 impl Outgoing<'_> {
@@ -96,43 +119,40 @@ impl Outgoing<'_> {
     pub fn put(&mut self, key: &StateKey, slice: &LocalSlice, values: &[f32]) {
         for (part, place) in self.places.get(key).into_iter().flatten().filter(|(part, _)| part.held == *slice) {
             let from = Block::padded(&slice_of(slice), dims_of(slice.stored));
-            copy(&part.both, (&from, values), (&Block::from_slice(&part.both), &mut self.elements[place.clone()]));
+            match part.to == self.rank {
+                true => self.arrived.take(part, &self.routes.vectors[part.vector], (&from, values)),
+                false => {
+                    let into = (&Block::from_slice(&part.both), &mut self.elements[place.clone()]);
+                    copy(&part.both, (&from, values), into);
+                }
+            }
         }
     }
 
     /// Exchanges the parts of all ranks. Collective over the world.
     pub fn exchange(self, world: &Group) -> Result<Arrived, CommError> {
-        let Self { routes: Routes { vectors, parts }, rank, elements, .. } = self;
+        let Self { routes, rank, elements, mut arrived, .. } = self;
         let counts = |other: fn(&Part) -> usize, own: fn(&Part) -> usize| {
             let mut counts = vec![0; world.size()];
-            let mine = parts.iter().filter(|part| own(part) == rank);
+            let mine = routes.parts.iter().filter(|part| own(part) == rank && other(part) != rank);
             mine.for_each(|part| counts[other(part)] += part.both.elements() as usize);
             counts
         };
         let (sends, receives) = (counts(|part| part.to, |part| part.from), counts(|part| part.from, |part| part.to));
         let room = Buffer::zeros(DType::F32, receives.iter().sum());
         let received = world.all_to_all(Buffer::from_vec(elements), room, &sends, &receives)?;
-        let received: &[f32] = received.as_slice()?;
-        let (mut arrived, mut end) = (BTreeMap::<_, (Shape, Vec<Vector>)>::new(), 0);
-        for part in parts.iter().filter(|part| part.to == rank) {
-            let (key, dims) = &vectors[part.vector];
+        let (received, mut end): (&[f32], _) = (received.as_slice()?, 0);
+        for (part, vector) in routes.ending_at(rank).filter(|(part, _)| part.from != rank) {
             let start = end;
             end += part.both.elements() as usize;
-            let (_, held) = arrived.entry(key.clone()).or_insert_with(|| (*dims, Vec::new()));
-            let at = held.iter().position(|of| of.slice == part.wanted).unwrap_or_else(|| {
-                let values = vec![0.0; part.wanted.stored.count()];
-                held.push(Vector { slice: part.wanted.clone(), values, from: Vec::new() });
-                held.len() - 1
-            });
-            let into = Block::padded(&slice_of(&part.wanted), dims_of(part.wanted.stored));
-            copy(&part.both, (&Block::from_slice(&part.both), &received[start..end]), (&into, &mut held[at].values));
-            held[at].from.push((part.both.clone(), part.from));
+            arrived.take(part, vector, (&Block::from_slice(&part.both), &received[start..end]));
         }
-        Ok(Arrived { step: 0, updates: 0, dims: vectors.iter().cloned().collect(), vectors: arrived })
+        Ok(arrived)
     }
 }
 
 /// A slice of a vector.
+#[derive(Debug)]
 struct Vector {
     slice: LocalSlice,
     values: Vec<f32>,
@@ -140,7 +160,8 @@ struct Vector {
     from: Vec<(Slice, usize)>,
 }
 
-/// The vectors that a rank wanted, as another mesh had them.
+/// The vectors that a rank wanted, as others had them.
+#[derive(Debug, Default)]
 pub(crate) struct Arrived {
     step: u64,
     updates: u64,
@@ -158,6 +179,27 @@ pub(crate) struct Different {
 }
 
 impl Arrived {
+    /// Takes the elements of a part.
+    fn take(&mut self, part: &Part, (key, dims): &(StateKey, Shape), from: (&Block, &[f32])) {
+        let (_, held) = self.vectors.entry(key.clone()).or_insert_with(|| (*dims, Vec::new()));
+        let at = held.iter().position(|of| of.slice == part.wanted).unwrap_or_else(|| {
+            let values = vec![0.0; part.wanted.stored.count()];
+            held.push(Vector { slice: part.wanted.clone(), values, from: Vec::new() });
+            held.len() - 1
+        });
+        let into = Block::padded(&slice_of(&part.wanted), dims_of(part.wanted.stored));
+        copy(&part.both, from, (&into, &mut held[at].values));
+        held[at].from.push((part.both.clone(), part.from));
+    }
+
+    /// All slices, with their elements.
+    pub fn slices<'a>(&'a self) -> impl Iterator<Item = (&'a StateKey, &'a LocalSlice, &'a [f32])> {
+        let of_vector = |(key, (_, held)): (_, &'a (Shape, Vec<Vector>))| {
+            held.iter().map(move |of| (key, &of.slice, &of.values[..]))
+        };
+        self.vectors.iter().flat_map(of_vector)
+    }
+
     /// The state after so many steps and updates.
     pub fn after(self, step: u64, updates: u64) -> Self {
         Self { step, updates, ..self }
@@ -231,6 +273,32 @@ impl StateSource for Arrived {
         }
         if missing.is_empty() { Ok(values) } else { Err(refuse("the ranks of the other mesh did not send all of it")) }
     }
+}
+
+/// The slices that ranks want of the state, with all of the weights that a rank computes with: in 16 bits they are made
+/// of more elements than the rank keeps in f32.
+pub(crate) fn with_whole_weights(
+    model: &ModelPlan,
+    state: &[StateSlice],
+    members: &[usize],
+) -> Result<Vec<StateSlice>, TrainError> {
+    let specs: BTreeMap<String, _> = model.parameters()?.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+    let mesh = model.mesh();
+    let places: BTreeMap<usize, usize> = members.iter().enumerate().map(|(place, &rank)| (rank, place)).collect();
+    let stage = |place: usize| mesh.coords(place).get(Axis::Pp);
+    let (mut wanted, mut weights) = (Vec::new(), BTreeMap::new());
+    for of in state {
+        match specs.get(&of.key.parameter).filter(|_| of.key.state.is_none()) {
+            Some(spec) => _ = weights.insert((stage(places[&of.rank]), &of.key), (spec, of)),
+            None => wanted.push(of.clone()),
+        }
+    }
+    for ((pp, _), (spec, of)) in weights {
+        let ranks = members.iter().enumerate().filter(|(place, _)| stage(*place) == pp);
+        let slice = |place: usize| spec.local(mesh, mesh.coords(place));
+        wanted.extend(ranks.map(|(place, &rank)| StateSlice { slice: slice(place), rank, ..of.clone() }));
+    }
+    Ok(wanted)
 }
 
 #[cfg(test)]
