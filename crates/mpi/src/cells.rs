@@ -136,21 +136,22 @@ mod tests {
     #[test]
     fn rounds_bring_everything_to_all_cells_in_few_messages() {
         for cells in 1..200 {
-            let rounds: Vec<Vec<Round>> = (0..cells).map(|cell| Round::of(cell, cells)).collect();
+            let of_cells: Vec<Vec<Round>> = (0..cells).map(|cell| Round::of(cell, cells)).collect();
             let mut has: Vec<Range<usize>> = (0..cells).map(|cell| cell..cell + 1).collect();
-            for number in 0..rounds[0].len() {
+            for number in 0..of_cells[0].len() {
+                let rounds: Vec<&Round> = of_cells.iter().map(|rounds| &rounds[number]).collect();
                 let before = has.clone();
                 for (cell, has) in has.iter_mut().enumerate() {
-                    let round = &rounds[cell][number];
+                    let round = rounds[cell];
                     assert_eq!(round.has, before[cell]);
                     let mut runs = vec![round.has.clone()];
                     for (from, theirs) in &round.receives {
                         assert_eq!(before[*from], *theirs);
-                        assert!(rounds[*from][number].sends.contains(&cell), "{from} to {cell} of {cells}");
+                        assert!(rounds[*from].sends.contains(&cell), "{from} to {cell} of {cells}");
                         runs.push(theirs.clone());
                     }
                     let sent = &round.sends;
-                    assert!(sent.iter().all(|to| rounds[*to][number].receives.iter().any(|(from, _)| *from == cell)));
+                    assert!(sent.iter().all(|to| rounds[*to].receives.iter().any(|(from, _)| *from == cell)));
                     runs.sort_by_key(|run| run.start);
                     assert!(runs.windows(2).all(|two| two[0].end == two[1].start), "{runs:?}");
                     *has = runs[0].start..runs[runs.len() - 1].end;

@@ -1,6 +1,8 @@
 //! All tests of the crate in one program, because each program costs a build and a link. `processes` starts its own
 //! program again, and stands apart.
 
+#![allow(clippy::result_large_err, reason = "tests return the errors of ranks as they are")]
+
 mod checkpoint;
 mod config;
 mod configurations;
