@@ -99,13 +99,15 @@ struct Found {
 }
 
 /// Cuts off the places behind the last token of a sequence, of which ranks that do not divide it have some.
-fn cut_alike([a, b]: &mut [BTreeMap<Unit, GlobalPiece>; 2]) {
-    for (piece, other) in a.values_mut().zip(b.values_mut()) {
-        let [long, short] = if piece.dims.first() < other.dims.first() { [other, piece] } else { [piece, other] };
+fn cut_alike([a, b]: &mut [BTreeMap<Unit, GlobalPiece>; 2], cut: [bool; 2]) {
+    for ((unit, piece), other) in a.iter_mut().zip(b.values_mut()) {
+        let shorter = piece.dims.first() < other.dims.first();
+        let [long, short] = if shorter { [other, piece] } else { [piece, other] };
         if let ([tokens, rest @ ..], [fewer, others @ ..]) = (&long.dims[..], &short.dims[..])
             && tokens > fewer
             && rest == others
-            && !long.places.is_empty()
+            && matches!(unit, Unit::Sample(_))
+            && cut[usize::from(shorter)]
         {
             long.values.truncate(fewer * rest.iter().product::<usize>());
             long.dims[0] = *fewer;
@@ -207,7 +209,7 @@ impl<'a> Pair<'a> {
             let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
             pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));
         }
-        cut_alike(&mut pieces);
+        cut_alike(&mut pieces, [0, 1].map(|side| !sides[side].tokens.is_empty()));
         let units = |side: usize| pieces[side].keys().copied().collect::<Vec<_>>();
         let by_sample = |units: &[Unit]| units.iter().all(|unit| matches!(unit, Unit::Sample(_)));
         if units(0) != units(1) {

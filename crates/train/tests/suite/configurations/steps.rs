@@ -40,7 +40,7 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 28] = [
+const ALONE: [(&str, Option<&str>); 29] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -48,6 +48,7 @@ const ALONE: [(&str, Option<&str>); 28] = [
     ("parallelism.pp", None),
     ("parallelism.cp", None),
     ("parallelism.context_parallel_order", None),
+    ("parallelism.ring_degree", None),
     ("parallelism.sequence_parallel", None),
     ("pipeline.schedule", Some("gpipe")),
     ("pipeline.schedule_file", None),
