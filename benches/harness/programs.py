@@ -38,7 +38,7 @@ OURS = {
     "gemm": ["bench", "--no-run", "-p", "meshwork-cpu", "--bench", "gemm"],
 }
 ONE_PROCESS = {"train.py", "products.py", "operations.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
-NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py", "context.py", "powersgd.py"}
+NAMES = {*OURS, *ONE_PROCESS, "mpirun", "mesh.py", "collectives.py", "context.py", "powersgd.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
@@ -52,6 +52,7 @@ class Command:
     environment: dict = field(default_factory=dict)
     tokens: int = 0  # of a step
     warmup: int = 0  # steps that do not count
+    is_job: bool = False  # of a launcher, which takes a signal for a fault
 
     def __str__(self):
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -88,6 +89,8 @@ class Programs:
         """The command that `text` stands for, at `size`."""
         name, *args = shlex.split(text)
         size, cores = size or {}, threads or self.threads
+        if name == "mpirun":
+            return self.job(int(args[1]), shlex.join(args[2:]), size, cores)
         command = Command([], {}, size.get("batch", 0) * size.get("seq_len", 0), size.get("warmup", 0))
         steps = size.get("steps", 0) + command.warmup
         if is_peer(text):
@@ -105,6 +108,17 @@ class Programs:
             sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}
             command.argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
             command.argv += ["--steps", str(steps), "--data", random_tokens(self.folder, size["vocab_size"]), "--metrics", "/dev/stdout"]
+        return command
+
+    def job(self, processes, text, size, cores):
+        """One of our programs as so many processes of Open MPI, `mpirun -n N gpt_train ..`, which share the cores."""
+        mpi = ROOT / "target" / "mpi" / "openmpi"
+        command = self.command(text, size, threads=max(cores // processes, 1))
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        command.environment |= {"OPAL_PREFIX": str(mpi), "LD_LIBRARY_PATH": str(mpi / "lib"), **root}
+        launch = [mpi / "bin" / "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(processes)]
+        command.argv = [*launch, *command.argv, "--set", "metrics.sample_tokens=0"]
+        command.is_job = True
         return command
 
     def build(self, name):
@@ -159,7 +173,7 @@ def measure(command):
                     measured[event["operation"]] = 1e3 * event["tflops"]
                 elif "share" in event:
                     measured[f"share: {event['share']}"] = event["value"]
-                elif event.get("event") == "end":
+                elif event.get("event") == "end" and not command.is_job:
                     # What is left is a sample of text. Not send_signal, which would reap a child that is gone already.
                     os.kill(child.pid, signal.SIGINT)
             _, status, usage = os.wait4(child.pid, 0)
