@@ -34,15 +34,20 @@ pub(super) const SEQ: usize = 1;
 const VALUES: usize = 4;
 const PARAMETERS: usize = 16;
 
-/// The names of the values and of the parameters that a function of them reads.
-const OPERANDS: [&str; VALUES + PARAMETERS] = {
-    let mut names = ["parameter"; VALUES + PARAMETERS];
-    let mut at = 0;
-    while at < VALUES {
-        names[at] = "x";
-        at += 1;
+/// The names of up to so many values, and of the parameters that a function of them reads. Values have names of their
+/// own, by which their gradients are told apart.
+const OPERANDS: [[&str; VALUES + PARAMETERS]; VALUES + 1] = {
+    let (names, mut of) = (["x", "x2", "x3", "x4"], [["parameter"; VALUES + PARAMETERS]; VALUES + 1]);
+    let mut count = 1;
+    while count <= VALUES {
+        let mut at = 0;
+        while at < count {
+            of[count][at] = names[at];
+            at += 1;
+        }
+        count += 1;
     }
-    names
+    of
 };
 
 type Function = dyn Fn(&Tape, &[Var], &Block) -> Result<Var>;
@@ -392,7 +397,7 @@ impl Op for Blocks {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        &OPERANDS[VALUES - self.inputs.len()..VALUES + self.reads.len()]
+        &OPERANDS[self.inputs.len()][..self.inputs.len() + self.reads.len()]
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -454,6 +459,15 @@ impl Op for Blocks {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Comparisons of two runs took the gradients of two values of one name for one that is not the same on all ranks.
+    #[test]
+    fn values_have_names_of_their_own() {
+        for (count, of) in OPERANDS.iter().enumerate() {
+            let names: std::collections::BTreeSet<_> = of[..count].iter().collect();
+            assert!(names.len() == count && of[count..].iter().all(|name| *name == "parameter"), "{of:?}");
+        }
+    }
 
     /// A rank that has half of a sequence has half of each block, whatever its length.
     #[test]
