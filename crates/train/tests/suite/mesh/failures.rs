@@ -77,7 +77,9 @@ fn every_other_rank_is_told_who_broke_down() {
             told_one.store(true, Ordering::Relaxed);
             result.map(drop)
         };
-        let options = Options { timeout: Duration::from_secs(2) };
+        // Only a rank that stalls is found by time. The report of a panic may take seconds, until symbols are read.
+        let seconds = if matches!(breakdown, Breakdown::Stall) { 2 } else { 60 };
+        let options = Options { timeout: Duration::from_secs(seconds) };
         let what = format!("{breakdown:?} of rank {culprit} at {at:?}");
         let Err(error) = try_on_mesh(&config, options, |_| Cpu::device(), body) else {
             panic!("{what}: nobody noticed")
