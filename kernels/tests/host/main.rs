@@ -45,13 +45,11 @@ fn assert_bits(what: &str, got: &[f32], want: &[f32]) {
 
 /// Everything but the planted faults once more, under the address and the undefined-behaviour sanitizer, which find
 /// what a kernel reads or writes beyond its buffers. They must be in the process from the start, so it is another one.
-/// Tests start in the order of their names, and this one takes longest.
+/// In a sweep alone, as in `.ci/nightly asan`: it takes as long as all others.
 #[test]
 fn address_and_undefined_behaviour_sanitizers_find_nothing() {
-    let Some(sanitizer) = build::sanitizer() else { return };
-    if build::sanitized() {
-        return;
-    }
+    let sweeps = std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all");
+    let Some(sanitizer) = build::sanitizer().filter(|_| sweeps && !build::sanitized()) else { return };
     let test = std::env::current_exe().expect("the path of this test");
     let run = std::process::Command::new(test)
         .args(["--skip", "sanitizers_find_nothing", "--skip", "faults::"])
