@@ -80,7 +80,8 @@ def ranks(root, program):
 def chain(args, draw, kills, folder):
     """A run with so many kills. Returns the seconds from each kill to the next step."""
     program = str((args.programs / "gpt_train").resolve())
-    steps = (40 if args.in_place else 5) + (30 if args.in_place else 2) * kills
+    each = 30 if args.in_place else 6  # steps for each kill
+    steps = (40 if args.in_place else 5) + each * kills
     processes = ["-n", "4", "--with-ft", "ulfm"] if args.in_place else ["-n", "2"]
     launcher = [*shlex.split(args.mpirun), *processes, *shlex.split(args.options)] if args.mpirun else []
     mesh = "dp=4" if args.in_place else draw.choice(["dp=2", "tp=2", "pp=2"])
@@ -120,7 +121,8 @@ def chain(args, draw, kills, folder):
                     since = None
                     if left and moment is None:
                         moment = now + draw.uniform(0, 0.15)
-                if moment is not None and now >= moment:
+                # Where steps are short, the moment comes earlier, so that enough of them are left for all kills.
+                if moment is not None and (now >= moment or count >= steps - each * 2 // 3 * left):
                     there = ranks(child.pid, program)
                     if there:
                         os.kill(draw.choice(there), signal.SIGKILL)
