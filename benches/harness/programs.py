@@ -114,7 +114,7 @@ class Programs:
         """One of our programs as so many processes of Open MPI, `mpirun -n N gpt_train ..`, which share the cores."""
         mpi = ROOT / "target" / "mpi" / "openmpi"
         command = self.command(text, size, threads=max(cores // processes, 1))
-        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        root = {"TERM": "dumb", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         command.environment |= {"OPAL_PREFIX": str(mpi), "LD_LIBRARY_PATH": str(mpi / "lib"), **root}
         launch = [mpi / "bin" / "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(processes)]
         command.argv = [*launch, *command.argv, "--set", "metrics.sample_tokens=0"]
