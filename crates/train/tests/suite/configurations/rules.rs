@@ -396,6 +396,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(!of_cuts.iter().all(samples_apart), "samples lose together");
         let [_, tp, _] = degrees(case);
         let parts = case.read("parallelism.sequence_parallel").unwrap_or(false) && tp > 1;
+        let parts = parts || count(case, "parallelism.cp", 1) > 1;
         rule(cuts && parts, "ranks lose of parts");
     }
 }
