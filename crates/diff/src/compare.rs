@@ -98,7 +98,7 @@ struct Found {
     ranks: [Vec<usize>; 2],
 }
 
-/// Cuts off the places behind the last token of a sequence, of which ranks that do not divide it have some.
+/// Cuts off the padding of a sequence that the ranks do not divide: the places behind its last token.
 fn cut_alike([a, b]: &mut [BTreeMap<Unit, GlobalPiece>; 2], cut: [bool; 2]) {
     for ((unit, piece), other) in a.iter_mut().zip(b.values_mut()) {
         let shorter = piece.dims.first() < other.dims.first();

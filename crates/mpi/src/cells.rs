@@ -88,7 +88,7 @@ impl Cells {
     }
 }
 
-/// How many cells meet in a round of [`Round::of`]: each sends so many messages less one.
+/// The number of cells that exchange with each other in a round of [`Round::of`]; each sends `MEET - 1` messages.
 const MEET: usize = 4;
 
 /// A round in which each cell exchanges what it has with others, so that a few rounds bring everything to all: cells

@@ -272,13 +272,7 @@ impl<'a> Snapshots<'a> {
         let (begun, rank) = (Instant::now(), self.world.rank());
         trainer.require_finite()?;
         let mut outgoing = self.keepers.routes.outgoing(rank);
-        let (step, updates) = trainer.visit_state(
-            |_| true,
-            |view| {
-                outgoing.put(&view.key, &view.slice, view.values);
-                Ok::<_, TrainError>(())
-            },
-        )?;
+        let (step, updates) = outgoing.put_state(trainer)?;
         self.world.log().drain();
         let state = outgoing.exchange(&self.world)?.after(step, updates);
         let sent: f64 = self.world.log().drain().iter().map(Record::bytes).sum();

@@ -4,7 +4,7 @@
 use crate::checkpoint::{dims_of, slice_of};
 use meshwork_checkpoint::{Block, Slice, copy};
 use meshwork_core::{Axis, Buffer, CommError, DType, Group};
-use meshwork_engine::{ModelPlan, StateKey, StateKind, StateSlice, StateSource, TrainError};
+use meshwork_engine::{ModelPlan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use std::collections::BTreeMap;
@@ -127,6 +127,17 @@ impl Outgoing<'_> {
                 }
             }
         }
+    }
+
+    /// Takes the state that this rank holds. Returns the trainer's complete steps and its updates.
+    pub fn put_state(&mut self, trainer: &Trainer) -> Result<(u64, u64), TrainError> {
+        trainer.visit_state(
+            |_| true,
+            |view| {
+                self.put(&view.key, &view.slice, view.values);
+                Ok(())
+            },
+        )
     }
 
     /// Exchanges the parts of all ranks. Collective over the world.

@@ -68,7 +68,7 @@ impl Placement {
             let groups = (0..order.len() * each / together).map(|group| group * together);
             groups.filter(|&first| (first..first + together).any(|rank| host(rank) != host(first))).count()
         };
-        // So many processes begin and end with a group.
+        // The fewest processes whose ranks are whole groups.
         let block = (1..=together).find(|processes| (processes * each).is_multiple_of(together)).unwrap_or(1);
         let (mut numbers, mut by_host) = (HashMap::new(), Vec::<Vec<usize>>::new());
         for (process, host) in hosts.iter().enumerate() {

@@ -221,24 +221,12 @@ impl<'a> Replay<'a> {
         let device = devices.rank(self.rank.world().communicator().clone())?.device;
         let mut other = Trainer::new(replays.model.clone(), &replays.plan, self.rank.clone(), device.clone())?;
         let mut outgoing = replays.there.outgoing(world.rank());
-        let (step, updates) = trainer.visit_state(
-            |_| true,
-            |view| {
-                outgoing.put(&view.key, &view.slice, view.values);
-                Ok::<_, TrainError>(())
-            },
-        )?;
+        let (step, updates) = outgoing.put_state(trainer)?;
         other.load_state(&outgoing.exchange(world)?.after(step, updates))?;
         let report = other.step(&batch(other.samples())?)?;
         let mut outgoing = replays.back.outgoing(world.rank());
         other.visit_gradients(|view| outgoing.put(&view.key, &view.slice, view.values))?;
-        other.visit_state(
-            |_| true,
-            |view| {
-                outgoing.put(&view.key, &view.slice, view.values);
-                Ok::<_, TrainError>(())
-            },
-        )?;
+        outgoing.put_state(&other)?;
         let arrived = outgoing.exchange(world)?;
         drop(other);
         Ok(Replayed { arrived, report, peak: device.meter().peak_bytes(), seconds: begun.elapsed().as_secs_f64() })

@@ -238,8 +238,8 @@ impl Generator<'_> {
         self.bring(x, to)
     }
 
-    /// Attention with its heads split, or with grouped heads of which keys and values are gathered, or of the tokens
-    /// that a rank has over the gathered keys of all; with a window now and then.
+    /// One of three kinds of attention, some with a window: with split heads; with grouped heads, whose keys and values
+    /// are gathered; or of a rank's own queries over the gathered keys of all ranks.
     pub(super) fn attention(&mut self, x: Value) -> Value {
         let (heads, features) = (self.unit * (1 + self.rng.below(2)), 1 + self.rng.below(3));
         let axis = x.axis;

@@ -386,7 +386,7 @@ fn gradients_of_sixteen_bits_are_rounded_once() {
     assert!(count > 1000 && other * 20 < count, "{other} of {count} weights differ");
 }
 
-/// Ranks of which each has fewer tokens than a block do what one rank does, and the types of both are compared.
+/// A rank that has fewer tokens than a block computes what one rank computes, with the same types.
 #[test]
 fn a_block_between_the_part_of_a_rank_and_the_sequence() {
     let case = Case { sequence_block: 10, ..PLAIN };
