@@ -178,7 +178,7 @@ pub(super) fn tree<'a, T: Reduce>(
     tree_of(f, read, ranks, eight, scratch, put);
 }
 
-/// [`tree`] over parts; a part is the sum of some ranks. of the parts left, `next` takes the first 1, 2, 4 or 8
+/// [`tree`] over parts; a part is the sum of some ranks. Of the parts left, `next` takes the first 1, 2, 4 or 8
 /// of equal size, and returns their number and the ranks that they cover together.
 #[inline(always)]
 fn tree_of<'a, T: Reduce>(
