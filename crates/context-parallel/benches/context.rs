@@ -4,8 +4,8 @@
 //!
 //! `cargo bench -p meshwork-context-parallel --bench context` with the sizes of `small` and 16,384 tokens, in zigzag
 //! order as one document, and `by_document` as several. All are timed in turn, and a share is the median of the shares
-//! of the turns. `--json` prints lines for `benches/compare.py`. Without `--bench`, as under `cargo test`, everything
-//! runs once on short sequences.
+//! of the turns. Words choose cases that have one of them in their name. `--json` prints lines for `benches/compare.py`.
+//! Without `--bench`, as under `cargo test`, everything runs once on short sequences.
 
 use meshwork_context_parallel::{Balance, ByDocument, ContextParallel, Method};
 use meshwork_core::profile::{self, Class, Recorder, Span};
@@ -65,7 +65,9 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         });
         [Case { name: format!("ideal {name}"), context: None, packed }].into_iter().chain(cut)
     });
-    let cases: Vec<Case> = cases.collect();
+    let words: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
+    let asked_for = |case: &Case| words.is_empty() || words.iter().any(|word| case.name.contains(&**word));
+    let cases: Vec<Case> = cases.filter(|case| case.context.is_none() || asked_for(case)).collect();
     let mesh: Mesh = format!("cp={RANKS}").parse()?;
     let ranks = World::threads(&mesh).run(|world| {
         let recorder = Recorder::new(Instant::now());
