@@ -61,10 +61,11 @@ pub(super) fn resolve(config: &mut Config, settings: &Settings) {
             (_, true) => "in canonical numerics it alone divides the work of attention, where heads fit".to_owned(),
             _ => {
                 let window = sizes.window.map(|window| format!(", within a window of {window} tokens"));
-                let documents = sizes.documents.then_some(", of which documents of unknown lengths hide none");
+                let documents =
+                    sizes.documents.then_some("; within documents, whose lengths are unknown, it hides none");
                 format!(
-                    "bytes of each rank for a sequence and layer{}{} that attention does not hide, or that could go while it \
-                     waits for the fullest rank: {}",
+                    "bytes of each rank for a sequence and layer{} that attention does not hide, or that could go while it \
+                     waits for the fullest rank{}: {}",
                     window.unwrap_or_default(),
                     documents.unwrap_or_default(),
                     all.collect::<Vec<_>>().join(", ")

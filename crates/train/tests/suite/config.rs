@@ -543,7 +543,7 @@ fn auto_says_which_method_of_context_parallelism_it_takes() {
     );
     assert!(window.contains(": all_to_all 98304, all_gather 97655, ring 97655, "), "{window}");
     let documents = told("--set data.documents=attention");
-    assert!(documents.contains(", of which documents of unknown lengths hide none, or that could go"), "{documents}");
+    assert!(documents.contains("; within documents, whose lengths are unknown, it hides none: "), "{documents}");
     assert!(documents.contains(", ring 294912, "), "{documents}");
     // Both heads of keys and values are on each of four ranks of tp.
     let shared = "--mesh tp=4,cp=2 --set model.preset=llama-tiny --set model.num_heads=8 --set model.num_kv_heads=2";
