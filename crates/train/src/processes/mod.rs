@@ -17,8 +17,9 @@ pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
 use crate::config::{AXES, CommKind, Config, Elastic, Fault, Settings};
-use meshwork_core::RunError;
+use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
+use meshwork_core::{RankEnd, RunError};
 
 /// The variables of this process.
 pub(crate) fn environment() -> Environment {
@@ -149,6 +150,24 @@ fn require_alone_in(program: &str, environment: &Environment) -> Result<(), Faul
         _ => return Ok(()),
     };
     Err(Fault::new(program, "", problem, "start it without mpirun or srun"))
+}
+
+/// Whether a run failed because its processes cannot meet, by the library or the launch: as with bad input, another
+/// start does not mend it.
+#[must_use]
+pub fn cannot_meet(error: &RunError) -> bool {
+    let of = |end: &RankEnd| match end {
+        RankEnd::Error(error) => match error.downcast_ref() {
+            Some(RankError::Mpi(error)) => {
+                use meshwork_mpi::MpiError::{Library, NotFound, Threads};
+                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. })
+            }
+            Some(RankError::Launch(_)) => true,
+            _ => false,
+        },
+        RankEnd::Panic(_) => false,
+    };
+    error.ends.iter().flatten().any(of)
 }
 
 impl Config {
