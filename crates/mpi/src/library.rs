@@ -152,7 +152,7 @@ impl Library {
     pub fn open(path: &Path) -> Result<Library, MpiError> {
         let fail = |problem: String| MpiError::Library { path: path.to_owned(), problem };
         // SAFETY: what the library does when it is loaded is what it does in every program that links it.
-        let library = unsafe { open_global(path) }.map_err(|error| fail(error.to_string()))?;
+        let library = unsafe { open_global(path) }.map_err(|error| fail(why(&error, path)))?;
         let functions = Functions::load(&library).map_err(|name| fail(format!("it has no function {name}")))?;
         let mut text = [0u8; TEXT];
         let mut length = 0;
@@ -395,6 +395,12 @@ unsafe fn open_global(path: &Path) -> Result<libloading::Library, libloading::Er
     unsafe {
         libloading::Library::new(path)
     }
+}
+
+/// Why a library was not loaded, in the system's words, which begin with its path.
+fn why(error: &libloading::Error, path: &Path) -> String {
+    let words = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    words.strip_prefix(&format!("{}: ", path.display())).map_or(words.clone(), str::to_owned)
 }
 
 fn text_of(text: &[u8], length: c_int) -> String {
