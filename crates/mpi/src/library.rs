@@ -123,6 +123,11 @@ impl fmt::Debug for Library {
     }
 }
 
+/// Settings of Open MPI 5 and 4: the bytes that it sends through shared memory without asking the receiver first. By
+/// default a message of 4 KiB with its head is too long, and takes four times as long.
+const EAGER_OF_OPEN_MPI: [(&str, &str); 2] =
+    [("OMPI_MCA_btl_sm_eager_limit", "8192"), ("OMPI_MCA_btl_vader_eager_limit", "8192")];
+
 /// The names of libraries.
 const NAMES: [(Kind, &str); 3] =
     [(Kind::Standard, "libmpi_abi.so.1"), (Kind::Mpich, "libmpi.so.12"), (Kind::OpenMpi, "libmpi.so.40")];
@@ -207,6 +212,15 @@ impl Library {
         self.check("MPI_Initialized", unsafe { (self.0.functions.initialized)(&mut done) })?;
         if done != 0 {
             return Err(MpiError::Used { library: self.to_string(), problem: "is initialised already" });
+        }
+        if self.0.kind == Kind::OpenMpi {
+            for (name, value) in EAGER_OF_OPEN_MPI {
+                if env::var_os(name).is_none() {
+                    // SAFETY: MPI_Init of Open MPI, the next call, changes the environment as well: a program that reads
+                    // it on other threads meanwhile could not start MPI.
+                    unsafe { env::set_var(name, value) };
+                }
+            }
         }
         let null = std::ptr::null_mut();
         let wanted = self.0.abi.threads[3];

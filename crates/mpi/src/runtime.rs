@@ -277,15 +277,16 @@ impl Running {
 /// The longest sleep of the thread of MPI: while an operation is under way, and while none is.
 const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(2)];
 
-/// Moves messages, and operations whose ranks compute, until nothing needs them.
+/// Moves messages and operations, as far as no rank does because it waits, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
-    let mut pauses = SLEEPS.map(Pause::new);
+    let mut pauses = SLEEPS.map(Pause::of_thread);
     loop {
-        let mut any = port.poll();
+        let mut any = !port.is_driven() && port.poll();
         let mut busy = false;
         for endpoint in port.endpoints() {
-            any |= endpoint.advance();
-            busy |= endpoint.is_busy();
+            let (moved, under_way) = endpoint.advance();
+            any |= moved;
+            busy |= under_way;
         }
         if any {
             pauses.iter_mut().for_each(Pause::reset);
