@@ -189,7 +189,7 @@ fn what_ranks_exchange_is_what_is_published() {
 /// its gradients comes back from there.
 #[test]
 fn blocks_outside_the_window_do_not_travel() {
-    let window = |window| Mask { documents: None, window: Some(window) };
+    let window = |window| Mask { window: Some(window), ..Mask::default() };
     let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
     for (tokens, steps) in [(1, 0), (2, 1), (10, 1), (17, 1), (18, 2), (34, 3), (64, 3)] {
         for method in [Method::Ring, Method::AllGather] {

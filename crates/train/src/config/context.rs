@@ -25,7 +25,7 @@ impl Config {
             cp: mesh.cp.max(1),
             heads,
             kv_heads: (kv_heads / mesh.tp.max(1)).clamp(1, heads),
-            head_dim: model.hidden_size / model.num_heads.max(1),
+            head_dim: self.decoder().head_features(),
             bytes: if self.training.dtype == Dtype::F32 { 4 } else { 2 },
         }
     }
