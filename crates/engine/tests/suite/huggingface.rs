@@ -24,6 +24,7 @@ const TOLERANCE: f64 = 1e-4;
 /// cuts the sequence between blocks, and tokens of a block of feed-forward networks.
 const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("mistral", "dp=2,tp=2", true, 0),
+    ("qwen2", "tp=4", false, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

@@ -7,6 +7,7 @@ pub mod llama;
 pub(crate) mod mistral;
 pub(crate) mod mixtral;
 mod part;
+mod qwen2;
 mod settings;
 
 pub use gpt2::GPT2;
@@ -38,6 +39,7 @@ pub const FAMILIES: &[&Family] = &[
     &llama::FAMILY,
     &mistral::FAMILY,
     &mixtral::FAMILY,
+    &qwen2::FAMILY,
 ];
 
 impl Family {

@@ -55,6 +55,7 @@ const PRETRAINED: [(&str, &[(&str, &str)]); 2] = [
 /// Other families in such folders, with the sizes of `llama_scaled`, and whether their embeddings are tied.
 const FAMILIES: &[(&str, bool)] = &[
     ("mistral", false),
+    ("qwen2", true),
 ];
 
 /// A configuration: what is given, by key.
