@@ -25,6 +25,7 @@ const TOLERANCE: f64 = 1e-4;
 const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("mistral", "dp=2,tp=2", true, 0),
     ("qwen2", "tp=4", false, 0),
+    ("qwen3", "tp=4", true, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

@@ -8,6 +8,7 @@ pub(crate) mod mistral;
 pub(crate) mod mixtral;
 mod part;
 mod qwen2;
+mod qwen3;
 mod settings;
 
 pub use gpt2::GPT2;
@@ -40,6 +41,7 @@ pub const FAMILIES: &[&Family] = &[
     &mistral::FAMILY,
     &mixtral::FAMILY,
     &qwen2::FAMILY,
+    &qwen3::FAMILY,
 ];
 
 impl Family {

@@ -56,6 +56,7 @@ const PRETRAINED: [(&str, &[(&str, &str)]); 2] = [
 const FAMILIES: &[(&str, bool)] = &[
     ("mistral", false),
     ("qwen2", true),
+    ("qwen3", false),
 ];
 
 /// A configuration: what is given, by key.
