@@ -26,6 +26,7 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("mistral", "dp=2,tp=2", true, 0),
     ("qwen2", "tp=4", false, 0),
     ("qwen3", "tp=4", true, 0),
+    ("qwen3_moe", "tp=2,dp=2,ep=2", false, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

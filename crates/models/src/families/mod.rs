@@ -9,6 +9,7 @@ pub(crate) mod mixtral;
 mod part;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod settings;
 
 pub use gpt2::GPT2;
@@ -42,6 +43,7 @@ pub const FAMILIES: &[&Family] = &[
     &mixtral::FAMILY,
     &qwen2::FAMILY,
     &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
 ];
 
 impl Family {
