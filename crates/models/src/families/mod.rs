@@ -2,6 +2,7 @@
 //! tensors of its Hugging Face folders. A further family is a file here and a line of [`FAMILIES`].
 
 mod family;
+mod gemma;
 pub mod gpt2;
 pub mod llama;
 pub(crate) mod mistral;
@@ -44,6 +45,7 @@ pub const FAMILIES: &[&Family] = &[
     &qwen2::FAMILY,
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
+    &gemma::FAMILY,
 ];
 
 impl Family {

@@ -57,6 +57,7 @@ const FAMILIES: &[(&str, bool)] = &[
     ("mistral", false),
     ("qwen2", true),
     ("qwen3", false),
+    ("gemma", true),
 ];
 
 /// A configuration: what is given, by key.
