@@ -28,6 +28,7 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("qwen3", "tp=4", true, 0),
     ("qwen3_moe", "tp=2,dp=2,ep=2", false, 0),
     ("gemma", "pp=2", false, 4),
+    ("gemma3", "tp=2", true, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

@@ -3,6 +3,7 @@
 
 mod family;
 mod gemma;
+mod gemma3;
 pub mod gpt2;
 pub mod llama;
 pub(crate) mod mistral;
@@ -46,6 +47,7 @@ pub const FAMILIES: &[&Family] = &[
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
     &gemma::FAMILY,
+    &gemma3::FAMILY,
 ];
 
 impl Family {

@@ -58,6 +58,7 @@ const FAMILIES: &[(&str, bool)] = &[
     ("qwen2", true),
     ("qwen3", false),
     ("gemma", true),
+    ("gemma3", true),
 ];
 
 /// A configuration: what is given, by key.
