@@ -28,6 +28,7 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("qwen3", "tp=4", true, 0),
     ("qwen3_moe", "tp=2,dp=2,ep=2", false, 0),
     ("gemma", "pp=2", false, 4),
+    ("gemma2", "tp=2,pp=2", false, 0),
     ("gemma3", "tp=2", true, 0),
 ];
 

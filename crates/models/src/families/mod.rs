@@ -3,6 +3,7 @@
 
 mod family;
 mod gemma;
+mod gemma2;
 mod gemma3;
 pub mod gpt2;
 pub mod llama;
@@ -47,6 +48,7 @@ pub const FAMILIES: &[&Family] = &[
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
     &gemma::FAMILY,
+    &gemma2::FAMILY,
     &gemma3::FAMILY,
 ];
 
