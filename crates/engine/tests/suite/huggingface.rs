@@ -30,6 +30,7 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("gemma", "pp=2", false, 4),
     ("gemma2", "tp=2,pp=2", false, 0),
     ("gemma3", "tp=2", true, 0),
+    ("olmo2", "tp=4", true, 4),
 ];
 
 fn folder(name: &str) -> PathBuf {

@@ -9,6 +9,7 @@ pub mod gpt2;
 pub mod llama;
 pub(crate) mod mistral;
 pub(crate) mod mixtral;
+mod olmo2;
 mod part;
 mod qwen2;
 mod qwen3;
@@ -50,6 +51,7 @@ pub const FAMILIES: &[&Family] = &[
     &gemma::FAMILY,
     &gemma2::FAMILY,
     &gemma3::FAMILY,
+    &olmo2::FAMILY,
 ];
 
 impl Family {

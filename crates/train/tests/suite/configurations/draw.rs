@@ -59,6 +59,7 @@ const FAMILIES: &[(&str, bool)] = &[
     ("qwen3", false),
     ("gemma", true),
     ("gemma3", true),
+    ("olmo2", false),
 ];
 
 /// A configuration: what is given, by key.
