@@ -31,6 +31,7 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("gemma2", "tp=2,pp=2", false, 0),
     ("gemma3", "tp=2", true, 0),
     ("olmo2", "tp=4", true, 4),
+    ("phi3", "tp=2,pp=2", false, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

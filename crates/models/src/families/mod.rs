@@ -11,6 +11,7 @@ pub(crate) mod mistral;
 pub(crate) mod mixtral;
 mod olmo2;
 mod part;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
@@ -52,6 +53,7 @@ pub const FAMILIES: &[&Family] = &[
     &gemma2::FAMILY,
     &gemma3::FAMILY,
     &olmo2::FAMILY,
+    &phi3::FAMILY,
 ];
 
 impl Family {

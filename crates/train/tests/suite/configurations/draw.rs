@@ -60,6 +60,7 @@ const FAMILIES: &[(&str, bool)] = &[
     ("gemma", true),
     ("gemma3", true),
     ("olmo2", false),
+    ("phi3", false),
 ];
 
 /// A configuration: what is given, by key.
