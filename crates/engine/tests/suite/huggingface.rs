@@ -32,6 +32,8 @@ const FAMILIES: &[(&str, &str, bool, usize)] = &[
     ("gemma3", "tp=2", true, 0),
     ("olmo2", "tp=4", true, 4),
     ("phi3", "tp=2,pp=2", false, 0),
+    ("gpt_neox", "tp=2,dp=2", false, 4),
+    ("gpt_neox", "tp=4", true, 0),
 ];
 
 fn folder(name: &str) -> PathBuf {

@@ -6,6 +6,7 @@ mod gemma;
 mod gemma2;
 mod gemma3;
 pub mod gpt2;
+mod gpt_neox;
 pub mod llama;
 pub(crate) mod mistral;
 pub(crate) mod mixtral;
@@ -54,6 +55,7 @@ pub const FAMILIES: &[&Family] = &[
     &gemma3::FAMILY,
     &olmo2::FAMILY,
     &phi3::FAMILY,
+    &gpt_neox::FAMILY,
 ];
 
 impl Family {

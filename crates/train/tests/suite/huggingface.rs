@@ -191,7 +191,7 @@ fn wanted(name: &str) -> (Vec<i32>, f64) {
 
 #[test]
 fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
-    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards", "mixtral", "qwen3_moe", "gemma2"] {
+    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards", "mixtral", "qwen3_moe", "gemma2", "gpt_neox"] {
         let (tokens, loss) = wanted(name);
         let run = |mesh: &str, steps: u64| {
             let more = "--set training.global_batch_size=1 --set training.numerics=canonical --set optimizer.lr=0.01";

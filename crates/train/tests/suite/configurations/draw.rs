@@ -61,6 +61,7 @@ const FAMILIES: &[(&str, bool)] = &[
     ("gemma3", true),
     ("olmo2", false),
     ("phi3", false),
+    ("gpt_neox", false),
 ];
 
 /// A configuration: what is given, by key.
