@@ -20,7 +20,7 @@ const STEPS: u64 = 2;
 
 /// What the ranks report.
 #[derive(Clone, Debug, PartialEq)]
-struct Numbers {
+pub struct Numbers {
     losses: Vec<f64>,
     norms: Vec<f64>,
     /// Losses of what was evaluated after the last step, which see its update.
