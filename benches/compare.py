@@ -15,8 +15,10 @@ without them (`--no-peer`, or no network) our figures stand alone. Needs cargo a
 import argparse
 import datetime
 import shlex
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -116,6 +118,23 @@ def compare(rows, makers, alternations, path, cores):
     return found
 
 
+def ends_with_its_starter():
+    """A program whose starter is killed ends, and so does what it has bound to itself, as ranks under torchrun are."""
+    bound = "from peers import lifetime; lifetime.bound();"
+    wait, asked = "import time; time.sleep(60)", f"import subprocess, sys; {bound}"
+    middle = f"{asked} subprocess.Popen([sys.executable, '-c', {bound + 'print(0, flush=True);' + wait!r}]); {wait}"
+    starter = f"{asked} lifetime.run([sys.executable, '-c', {middle!r}])"
+    folder = Path(__file__).parent
+    child = subprocess.Popen([sys.executable, "-c", starter], cwd=folder, stdout=subprocess.PIPE)
+    child.stdout.readline()  # all three have begun
+    child.kill()
+    # Its end is that of the last of them, which holds the pipe too.
+    reader = threading.Thread(target=child.stdout.read, daemon=True)
+    reader.start()
+    reader.join(10)
+    assert not reader.is_alive(), "a program outlives its starter"
+
+
 def self_test():
     """Everything but the peer, once: a mesh against one rank, through the files to the table."""
     text = """
@@ -137,6 +156,7 @@ def self_test():
         targets = { tokens_per_s = 1 }
     """
     definitions(ROWS.read_text(encoding="utf-8"))
+    ends_with_its_starter()
     for script in programs.PEERS.glob("*.py"):
         compile(script.read_text(encoding="utf-8"), script, "exec")
     rows, _ = definitions(text)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness import machine, pages, programs
 from harness.svg import COLOURS, panel, path, power_of_ten, text
+from peers import lifetime
 
 LAST, WINDOW = 50, 20  # steps of which the final loss is the mean, and of which a point of a curve is
 SHORT = 300  # steps of the runs that show balance and meshes, at most
@@ -72,7 +73,7 @@ def run(program, sets, steps, seed, data, file):
         with tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / "metrics.jsonl"
             argv = [program, "--steps", str(steps), "--metrics", metrics, *words, *(["--data", data] if data else [])]
-            subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+            lifetime.run(argv, check=True, stdout=subprocess.DEVNULL)
             events = [json.loads(line) for line in metrics.read_text().splitlines()]
         events = [event for event in events if event["event"] == "step"]
         load = [event["moe"]["load_imbalance"] for event in events if "moe" in event]

@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 from harness import machine, programs
+from peers import lifetime
 
 THREADS = 2
 PROMPT, TOKENS = 64, 64
@@ -33,7 +34,7 @@ def ours(program, model, flags):
     """(tokens per second of the prompt, of the rest)."""
     argv = [program, "--model", model, "--tokenizer", "bytes", "--prompt", "x" * PROMPT, "--tokens", str(TOKENS), "--temperature", "0", *flags]
     environment = os.environ | {"MESHWORK_THREADS": str(THREADS)}
-    said = subprocess.run(argv, env=environment, check=True, capture_output=True, text=True, errors="replace").stderr
+    said = lifetime.run(argv, env=environment, check=True, capture_output=True, text=True, errors="replace").stderr
     found = SAID.search(said)
     if not found or int(found[1]) != PROMPT or int(found[3]) != TOKENS:
         raise SystemExit(f"{program} did not say what it did: {said}")
@@ -43,7 +44,7 @@ def ours(program, model, flags):
 def peer(python, model):
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
     argv = [python, programs.PEERS / "generate.py", "--model", model, "--make", "--prompt", str(PROMPT), "--tokens", str(TOKENS)]
-    line = subprocess.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+    line = lifetime.run(argv, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
     measured = json.loads(line)
     return measured["prompt_tokens_per_s"], measured["tokens_per_s"]
 

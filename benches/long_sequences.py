@@ -22,6 +22,7 @@ from pathlib import Path
 
 from harness import machine, pages, programs
 from harness.svg import COLOURS, panel, path, text
+from peers import lifetime
 
 MIB, GIB = 1 << 20, 1 << 30
 MODEL = {
@@ -46,7 +47,7 @@ def run(program, mesh, sets):
         argv = [program, "--mesh", mesh, "--steps", "1", "--data", letters, "--metrics", metrics, *words]
         print("    " + " ".join(programs.shown(word) for word in argv), file=sys.stderr, flush=True)
         began = time.monotonic()
-        child = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, preexec_fn=lifetime.bound)
         _, status, used = os.wait4(child.pid, 0)
         if status:
             sys.exit(f"error: {mesh} of {sets['model.seq_len']} tokens ended with status {os.waitstatus_to_exitcode(status)}")

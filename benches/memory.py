@@ -20,6 +20,7 @@ from pathlib import Path
 
 from harness import machine, pages, programs
 from harness.svg import COLOURS, text
+from peers import lifetime
 
 MIB = 1 << 20
 CATEGORIES = ["parameters", "gradients", "optimizer", "activations", "buffers", "other"]
@@ -67,7 +68,7 @@ def run(program, mesh, model, sets, steps):
         sets = model | sets | ({"memory.offload_dir": folder} if OFFLOAD in sets else {})
         words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
         argv = [program, "--mesh", mesh, "--steps", str(steps + WARMUP), "--metrics", metrics, *words]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        lifetime.run(argv, check=True, stdout=subprocess.DEVNULL)
         events = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = [event["step_ms"] for event in events if event["event"] == "step"]
     return events[0]["memory_predicted"], events[-1]["memory_measured"], statistics.median(times[WARMUP:])

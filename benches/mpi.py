@@ -12,10 +12,11 @@ Prints, for each library, operation and size, the medians of both in microsecond
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from peers import lifetime
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = [("mpich", "libmpi.so.12"), ("openmpi", "libmpi.so.40")]
@@ -70,7 +71,7 @@ def run(folder, file, processes, program):
     if folder == "openmpi":
         command[1:1] = ["--oversubscribe", "--bind-to", "none"]
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OPAL_PREFIX=str(root))
-    out = subprocess.run([*map(str, command), *map(str, program)], env=env, capture_output=True, text=True, timeout=600)
+    out = lifetime.run([*map(str, command), *map(str, program)], env=env, capture_output=True, text=True, timeout=600)
     if out.returncode:
         sys.exit(f"{folder}: {out.stderr[-2000:]}")
     lines = (line.split() for line in out.stdout.splitlines())

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from harness import programs
+from peers import lifetime
 
 EVERY = 10
 SAVED = re.compile(r"step (\d+)  saved in .* \(([\d.]+) s\)")
@@ -53,7 +54,7 @@ def run(program, dir, saves, more):
     steps = (saves + 2) * EVERY  # what comes first warms up, and after the last save there are steps beside it
     sets = [f"checkpoint.dir={Path(dir) / 'run'}", f"checkpoint.every={EVERY}"]
     argv = [program, "--steps", str(steps), "--metrics", metrics, *more, *(word for one in sets for word in ("--set", one))]
-    out = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+    out = lifetime.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     step_ms = {event["step"]: event["step_ms"] for event in events if event["event"] == "step" and event["step"] > EVERY}
     found = {int(step): float(seconds) for step, seconds in SAVED.findall(out)}

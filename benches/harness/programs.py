@@ -19,6 +19,8 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peers import lifetime
+
 from .files import random_tokens
 from .machine import ROOT, read
 
@@ -152,6 +154,7 @@ def measure(command):
             stdout=subprocess.PIPE,
             stderr=complaints,
             start_new_session=True,
+            preexec_fn=lifetime.bound,
         )
         timer = threading.Timer(TIMEOUT_S, kill, [child])
         timer.start()

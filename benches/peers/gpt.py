@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import lifetime
 import program
 
 MAX_NORM = 1.0
@@ -131,7 +132,9 @@ class Batches(program.Batches):
 
 
 def relaunch(ranks):
-    """Goes on as `ranks` processes under torchrun, unless this is one of them already."""
-    if "LOCAL_RANK" not in os.environ:
+    """Goes on as `ranks` processes under torchrun, unless this is one of them already: then it ends with torchrun."""
+    if "LOCAL_RANK" in os.environ:
+        lifetime.bound()
+    else:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])

@@ -161,6 +161,7 @@ KERNEL attention_join(const float* part, const float* lse, const float* part_lse
     i64 at = global_thread();
     if (at >= count) return;
     i64 row = at / head_dim, head = row % heads, token = row / heads, of = (token / seq * heads + head) * seq + token % seq;
+    if (part_lse[of] == -INFINITE) return;
     Shares shares = shares_of(lse[of], part_lse[of]);
     out[at] = out[at] * shares.of_a + part[at] * shares.of_b;
 }

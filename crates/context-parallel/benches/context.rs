@@ -4,8 +4,8 @@
 //!
 //! `cargo bench -p meshwork-context-parallel --bench context` with the sizes of `small` and 16,384 tokens, in zigzag
 //! order as one document, and `by_document` as several. All are timed in turn, and a share is the median of the shares
-//! of the turns. `--json` prints lines for `benches/compare.py`. Without `--bench`, as under `cargo test`, everything
-//! runs once on short sequences.
+//! of the turns. Words choose cases that have one of them in their name. `--json` prints lines for `benches/compare.py`.
+//! Without `--bench`, as under `cargo test`, everything runs once on short sequences.
 
 use meshwork_context_parallel::{Balance, ByDocument, ContextParallel, Method};
 use meshwork_core::profile::{self, Class, Recorder, Span};
@@ -16,7 +16,7 @@ use meshwork_tensor::param::Gradients;
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::{fill_normal, key};
 use meshwork_tensor::tape::{Mode, Position, Seed, Weights};
-use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor};
+use meshwork_tensor::{Declarations, Device, Params, Result, Tape, Tensor};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -65,13 +65,18 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         });
         [Case { name: format!("ideal {name}"), context: None, packed }].into_iter().chain(cut)
     });
-    let cases: Vec<Case> = cases.collect();
+    let words: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
+    let asked_for = |case: &Case| words.is_empty() || words.iter().any(|word| case.name.contains(&**word));
+    let cases: Vec<Case> = cases.filter(|case| case.context.is_none() || asked_for(case)).collect();
     let mesh: Mesh = format!("cp={RANKS}").parse()?;
     let ranks = World::threads(&mesh).run(|world| {
         let recorder = Recorder::new(Instant::now());
         let world = profile::communicator(Arc::clone(world.communicator()), recorder.clone());
         let rank = Arc::new(Rank::new(&mesh, world)?);
-        let turn = |_| cases.iter().map(|case| measure(&rank, &recorder, case, &positions)).collect();
+        let device = Profiled::device(Cpu::device(), recorder.clone());
+        let turn = |_| cases.iter().map(|case| measure(&rank, &device, &recorder, case, &positions)).collect();
+        // As in training, memory comes from the system in the first turn alone, which does not count.
+        turn(0)?;
         (0..turns).map(turn).collect::<Result<Vec<Vec<Measured>>>>()
     })?;
     // Of each case, the seconds of the slower rank in each turn.
@@ -134,9 +139,14 @@ fn shown([median, least, largest]: [f64; 3], digits: usize) -> String {
 }
 
 /// A case once, on all ranks at the same time.
-fn measure(rank: &Arc<Rank>, recorder: &Recorder, case: &Case, positions: &[i32]) -> Result<Measured> {
-    let device = Profiled::device(Cpu::device(), recorder.clone());
-    let params = Params::new(Arc::new(Declarations::new()), rank.mesh(), rank.coords(), &device, &[], 1234)?;
+fn measure(
+    rank: &Arc<Rank>,
+    device: &Arc<dyn Device>,
+    recorder: &Recorder,
+    case: &Case,
+    positions: &[i32],
+) -> Result<Measured> {
+    let params = Params::new(Arc::new(Declarations::new()), rank.mesh(), rank.coords(), device, &[], 1234)?;
     let tape = Tape::new(rank.clone(), Arc::new(params), device.clone(), Mode::Train, Position::default());
     let invariant = Types::all(rank.mesh(), Ty::Invariant);
     let (seq, ty) = (positions.len(), if case.context.is_some() { Ty::Shard(1) } else { Ty::Shard(2) });
@@ -144,14 +154,14 @@ fn measure(rank: &Arc<Rank>, recorder: &Recorder, case: &Case, positions: &[i32]
     let drawn = |name: &str, shape: [usize; 4]| {
         let mut values = vec![0.0_f32; shape.iter().product()];
         fill_normal(key(rank.coords().get(Axis::Cp) as u64, name), 0, &mut values);
-        Tensor::from_slice(&device, &values, shape)
+        Tensor::from_slice(device, &values, shape)
     };
     let q = tape.input(drawn("q", [1, tokens, heads, HEAD_DIM])?, invariant.with(Axis::Cp, ty));
     // Its last dim has heads, too.
     let of_kv = if ty == Ty::Shard(2) { Ty::Shard(3) } else { ty };
     let kv = tape.input(drawn("kv", [1, tokens, 2, heads * HEAD_DIM])?, invariant.with(Axis::Cp, of_kv));
     let dy = drawn("dy", [1, tokens, heads, HEAD_DIM])?;
-    let positions = tape.constant(Tensor::from_slice(&device, positions, [1, seq])?, invariant);
+    let positions = tape.constant(Tensor::from_slice(device, positions, [1, seq])?, invariant);
     let documents = case.packed.then_some(Documents { positions, apart: true });
     let group = rank.group(Axis::Cp);
     group.barrier()?;

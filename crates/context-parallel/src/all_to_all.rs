@@ -21,7 +21,7 @@ impl AllToAll {
     fn heads<'a>(&self, call: &Exchanged<'a>, stored: DType) -> Result<Heads<'a>> {
         let degree = call.tape.rank().group_over(&self.axes).size();
         let advice = |most| format!("use {}={most}, or all_gather", named(self.axes));
-        Heads::new(call, (self.name(), self.axes), degree, stored, advice)
+        Heads::new(call, (self.name(), self.axes), (degree, call.order.clone()), stored, advice)
     }
 }
 
@@ -37,24 +37,22 @@ impl Exchange for AllToAll {
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])> {
         let (heads, mut dropout) = (self.heads(call, kv.dtype())?, None);
         let (shape, masks) = (heads.share.shape, heads.masks(call, &mut dropout));
-        let (whole_q, whole_kv) = (call.from_order(heads.queries(q)?)?, call.from_order(heads.keys(kv)?)?);
+        let (whole_q, whole_kv) = (heads.queries(q)?, heads.keys(kv)?);
         let kernel = call.device.attention()?;
         let (out, lse) = kernel.grouped(shape, whole_q.buffer(), whole_kv.buffer(), masks)?;
         let AttentionShape { batch, seq, heads: held, .. } = shape.queries;
         let lse = Tensor::from_buffer(call.device, lse, [batch, held, seq])?;
         let out = Tensor::from_buffer(call.device, out, whole_q.shape())?;
-        let mixed = heads.queries_back(&call.to_order(out.clone())?)?;
-        Ok((mixed, [whole_q, whole_kv, out, lse]))
+        Ok((heads.queries_back(&out)?, [whole_q, whole_kv, out, lse]))
     }
 
     fn gradients(&self, call: &Exchanged<'_>, dout: &Tensor, saved: [Tensor; 4]) -> Result<(Tensor, Tensor)> {
         let (heads, mut dropout) = (self.heads(call, saved[1].dtype())?, None);
         let (shape, masks) = (heads.share.shape, heads.masks(call, &mut dropout));
-        let whole = call.from_order(heads.queries(dout)?)?;
+        let whole = heads.queries(dout)?;
         let [q, kv, out, lse] = saved.each_ref().map(Tensor::buffer);
         let (dq, dkv) = call.device.attention()?.grouped_grad(shape, whole.buffer(), q, kv, out, lse, masks)?;
-        let in_order = |x, like: &Tensor| call.to_order(Tensor::from_buffer(call.device, x, like.shape())?);
-        let dq = heads.queries_back(&in_order(dq, &saved[0])?)?;
-        Ok((dq, heads.keys_back(&in_order(dkv, &saved[1])?)?))
+        let tensor = |x, like: &Tensor| Tensor::from_buffer(call.device, x, like.shape());
+        Ok((heads.queries_back(&tensor(dq, &saved[0])?)?, heads.keys_back(&tensor(dkv, &saved[1])?)?))
     }
 }

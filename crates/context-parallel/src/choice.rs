@@ -1,6 +1,9 @@
-//! Which method sends the fewest bytes that computation does not hide.
+//! Which method costs the least time: sends the fewest bytes that computation does not hide, and shares out the work.
 
+use crate::ring::{sees, steps};
 use crate::{Method, parts_of_heads};
+use meshwork_tensor::kernel::seen_pairs;
+use meshwork_tensor::op::Order;
 
 /// FLOPs of attention in the time in which one byte goes to another rank: about those of an H100 with NVLink (400
 /// TFLOP/s, 450 GB/s).
@@ -15,7 +18,7 @@ pub struct Sizes {
     pub cp: usize,
     /// Heads of queries on each rank before the exchange.
     pub heads: usize,
-    /// Heads of keys and values on each.
+    /// Heads of keys and values on each: all of them where there are fewer than ranks of tp.
     pub kv_heads: usize,
     /// Heads of queries that share those of keys and values.
     pub group: usize,
@@ -23,6 +26,12 @@ pub struct Sizes {
     pub head_dim: usize,
     /// Bytes of an element.
     pub bytes: usize,
+    /// Keys that a query sees at most, if there is a sliding window.
+    pub window: Option<usize>,
+    /// Whether tokens lie in zigzag order where the method takes any order, and not in the order of the sequence.
+    pub zigzag: bool,
+    /// Whether tokens see their own document alone. Its length is not known before the data are, and no work counts.
+    pub documents: bool,
 }
 
 /// Bytes that each rank sends for one sequence and layer, forward and backward.
@@ -32,6 +41,26 @@ pub struct Sent {
     pub all: f64,
     /// As many as do not travel while attention computes.
     pub exposed: f64,
+    /// As many as could travel while the fullest rank computes what it has more than the mean.
+    pub idle: f64,
+}
+
+impl Sent {
+    /// What [`Sizes::best`] compares.
+    pub fn cost(&self) -> f64 {
+        self.exposed + self.idle
+    }
+}
+
+/// How often tokens at the places of a ring see each other.
+struct Seen {
+    /// Pairs of a query and a key, of the mean place and of the fullest.
+    mean: f64,
+    most: f64,
+    /// Those of the mean place in all steps but the last.
+    early: f64,
+    /// Steps in which a block is read.
+    steps: usize,
 }
 
 impl Sizes {
@@ -50,36 +79,56 @@ impl Sizes {
         parts_of_heads(self.heads, self.group.max(1), cp).filter(move |parts| cp.is_multiple_of(*parts))
     }
 
+    /// What the tokens at `places` places of a ring see.
+    fn seen(&self, places: usize) -> Seen {
+        let order = if self.zigzag { Order::zigzag(places) } else { Order::default() };
+        let each = self.tokens.next_multiple_of(places * if self.zigzag { 2 } else { 1 }) / places;
+        let part = |place: usize| order.tokens(places * each, place * each..(place + 1) * each).unwrap_or_default();
+        let parts: Vec<_> = (0..places).map(part).collect();
+        let (steps, last) = (steps(&parts, self.window), |step: usize| {
+            (0..places).map(|place| sees(&parts, place, step, self.window)).sum::<u64>() as f64 / places as f64
+        });
+        let all = |place: usize| parts[place].iter().map(|run| seen_pairs(run.clone(), 0..places * each, self.window));
+        let of_places: Vec<f64> = (0..places).map(|place| all(place).sum::<u64>() as f64).collect();
+        let mean = of_places.iter().sum::<f64>() / places as f64;
+        Seen { mean, most: of_places.into_iter().fold(0.0, f64::max), early: mean - last(steps - 1), steps }
+    }
+
     /// What a method sends. A ring sends while attention computes, in all of its steps but the last.
     pub fn sent(&self, method: Method) -> Sent {
         let of = |x: usize| x as f64;
         let (n, bytes, here) = (of(self.cp), of(self.bytes), of(self.tokens) / of(self.cp));
         let (h, k) = (of(self.heads * self.head_dim), of(2 * self.kv_heads * self.head_dim));
         let ring = match method {
-            Method::AllGather => {
-                let all = 2.0 * (n - 1.0) * here * k * bytes;
-                return Sent { all, exposed: all };
-            }
-            Method::AllToAll => 1.0,
-            Method::Ring => n,
-            Method::Hybrid { ring_degree } => of(ring_degree),
+            Method::AllToAll => 1,
+            Method::Hybrid { ring_degree } => ring_degree,
+            Method::AllGather | Method::Ring => self.cp,
         };
-        let parts = n / ring;
-        let gathered = !self.kv_heads.is_multiple_of(parts as usize);
-        // Of keys and values each rank gets a part of the heads, or all.
-        let to_each = if gathered { k } else { k / parts };
-        let exchanged = 2.0 * (parts - 1.0) * here * (2.0 * h / parts + to_each) * bytes;
-        let passed = (ring - 1.0) * here * parts * to_each * (2.0 * bytes + 4.0);
-        let flops = 7.0 * h * of(self.tokens) * here * (ring - 1.0) / ring;
-        let exposed = exchanged + (passed - flops / FLOPS_PER_BYTE).max(0.0);
-        Sent { all: exchanged + passed, exposed }
+        let (seen, parts) = (self.seen(ring), self.cp / ring.max(1));
+        // Forward two products of pairs, backward five, of these heads.
+        let flops = |pairs: f64| if self.documents { 0.0 } else { 14.0 * h / of(parts) * pairs };
+        let idle = flops(seen.most - seen.mean) / FLOPS_PER_BYTE;
+        if method == Method::AllGather && self.window.is_none() {
+            let all = 2.0 * (n - 1.0) * here * k * bytes;
+            return Sent { all, exposed: all, idle };
+        }
+        // Of keys and values each rank gets the heads that its queries read.
+        let read = self.heads / self.group.clamp(1, self.heads.max(1));
+        let to_each = of(2 * (read / parts).max(1) * self.head_dim);
+        // The gradients of keys and values come from a ring in f32.
+        let back = if ring > 1 { 4.0 } else { bytes };
+        let exchanged = of(parts - 1) * here * (4.0 * h / of(parts) * bytes + to_each * (bytes + back));
+        let passed = of(seen.steps - 1) * here * of(parts) * to_each * (2.0 * bytes + 4.0);
+        let exposed = exchanged + (passed - flops(seen.early) / FLOPS_PER_BYTE).max(0.0);
+        Sent { all: exchanged + passed, exposed, idle }
     }
 
-    /// The method that exposes the fewest bytes; of equals the one that sends the fewest.
+    /// The method with the fewest bytes that attention does not hide, and that ranks wait; of equals the one that sends
+    /// the fewest.
     pub fn best(&self) -> Method {
         let fewer = |a: &Method, b: &Method| {
             let [a, b] = [a, b].map(|method| self.sent(*method));
-            a.exposed.total_cmp(&b.exposed).then(a.all.total_cmp(&b.all))
+            a.cost().total_cmp(&b.cost()).then(a.all.total_cmp(&b.all))
         };
         self.methods().into_iter().min_by(fewer).unwrap_or(Method::AllGather)
     }

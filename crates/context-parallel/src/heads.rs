@@ -1,12 +1,13 @@
 //! Heads against tokens, between neighbours in a group: before attention each has all heads of its tokens, in it all
 //! tokens of its heads.
 //!
-//! Where a rank's heads of keys and values are fewer than the ranks, or not divisible by them, keys and values of all
-//! of these heads come to every rank. Backward runs the same exchanges the other way round.
+//! Where several ranks read one head of keys and values, each of them gets a copy. Backward runs the same exchanges the
+//! other way round, and the gradients of the copies are summed.
 
-use meshwork_core::{Axes, Axis, Buffer, DType, Group, ReduceOp, tree};
+use meshwork_core::tree::{self, Counter};
+use meshwork_core::{Axes, Axis, Buffer, DType, Group};
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
-use meshwork_tensor::op::Exchanged;
+use meshwork_tensor::op::{Exchanged, Order};
 use meshwork_tensor::{Device, Error, Result, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +18,18 @@ pub(crate) struct Heads<'a> {
     device: &'a Arc<dyn Device>,
     /// The ranks of the group that exchange.
     ranks: Range<usize>,
-    /// Extents `[b, s/n, parts, heads, d]` of queries before it, and of keys with values.
-    of_q: [usize; 5],
-    of_kv: [usize; 5],
+    /// The order in which the tokens of these ranks lie: after the exchange they lie in the order of the sequence.
+    order: Order,
+    of_q: Parts,
+    of_kv: Parts,
     pub(crate) share: Share,
+}
+
+/// Heads before the exchange: `[b, s/n, parts, heads, d]`, of which `read` are sent, each to `copies` ranks.
+struct Parts {
+    dims: [usize; 5],
+    read: Range<usize>,
+    copies: usize,
 }
 
 /// The attention of one rank after the exchange.
@@ -30,8 +39,6 @@ pub(crate) struct Share {
     pub(crate) shape: GroupedShape,
     /// The first of them among the heads before the exchange.
     first_head: usize,
-    /// Whether keys and values of all heads were gathered.
-    gathered: bool,
 }
 
 /// The parts into which heads of queries may be cut, up to `most`: each is whole groups of `group` heads that share
@@ -49,12 +56,12 @@ pub(crate) fn named(axes: Axes) -> Axis {
 }
 
 impl<'a> Heads<'a> {
-    /// Between `degree` neighbours of the group; `stored` is the type of keys and values. `advice` says which setting
-    /// would work, given the largest degree for these heads.
+    /// Between `degree` neighbours of the group, whose tokens lie in `order`; `stored` is the type of keys and values.
+    /// `advice` says which setting would work, given the largest degree for these heads.
     pub(crate) fn new(
         call: &Exchanged<'a>,
         (name, axes): (&'static str, Axes),
-        degree: usize,
+        (degree, order): (usize, Order),
         stored: DType,
         advice: impl Fn(usize) -> String,
     ) -> Result<Self> {
@@ -62,12 +69,18 @@ impl<'a> Heads<'a> {
         let first = group.rank() / degree * degree;
         let share = share(call, (name, axes), (group.rank() - first, degree), stored, advice)?;
         let AttentionShape { batch, seq, heads, head_dim } = call.shape.queries;
+        let (first_kv, kv_heads, read) = (call.shape.first_kv_head, call.shape.kv_heads, heads / call.shape.group);
         Ok(Self {
             group,
             device: call.device,
             ranks: first..first + degree,
-            of_q: [batch, seq, 1, heads, head_dim],
-            of_kv: [batch, seq, 2, call.shape.kv_heads, head_dim],
+            order,
+            of_q: Parts { dims: [batch, seq, 1, heads, head_dim], read: 0..heads, copies: 1 },
+            of_kv: Parts {
+                dims: [batch, seq, 2, kv_heads, head_dim],
+                read: first_kv..first_kv + read,
+                copies: share.shape.kv_heads * degree / read,
+            },
             share,
         })
     }
@@ -89,75 +102,115 @@ impl<'a> Heads<'a> {
 
     /// Queries of all tokens, `[b, s, 1, heads/n · d]`, or the gradients of their results.
     pub(crate) fn queries(&self, q: &Tensor) -> Result<Tensor> {
-        self.to_heads(q, self.of_q)
+        self.to_heads(q, &self.of_q)
     }
 
     /// Back: `[b, s/n, heads, d]`.
     pub(crate) fn queries_back(&self, q: &Tensor) -> Result<Tensor> {
-        let [b, s, _, heads, d] = self.of_q;
-        self.tensor(self.to_tokens(q, self.of_q)?, [b, s, heads, d])
+        let [b, s, _, heads, d] = self.of_q.dims;
+        self.tensor(self.to_tokens(q, &self.of_q)?, [b, s, heads, d])
     }
 
-    /// Keys and values of all tokens, `[b, s, 2, kv_heads · d]`, of the heads of this rank or of all.
+    /// Keys and values of all tokens, `[b, s, 2, kv_heads · d]`, of the heads that the queries of this rank read.
     pub(crate) fn keys(&self, kv: &Tensor) -> Result<Tensor> {
-        if !self.share.gathered {
-            return self.to_heads(kv, self.of_kv);
-        }
-        let (n, [b, s, parts, heads, d]) = (self.ranks.len(), self.of_kv);
-        let (layout, count) = (self.device.layout()?, kv.count());
-        let room = self.device.alloc(kv.dtype(), n * count)?;
-        let all = match n == self.group.size() {
-            true => self.group.all_gather(kv.buffer().clone(), room)?,
-            false => {
-                let mut copies = room;
-                (0..n).try_for_each(|at| layout.copy_into(kv.buffer(), 0..count, &mut copies, at * count))?;
-                self.exchanged(copies)?
-            }
-        };
-        self.tensor(layout.swap_blocks(&all, n, b, s * parts * heads * d)?, [b, n * s, parts, heads * d])
+        self.to_heads(kv, &self.of_kv)
     }
 
-    /// The gradients of keys and values of the tokens of this rank, `[b, s/n, 2, kv_heads · d]`: where all were
-    /// gathered, the sums of those that the ranks have of all.
+    /// The gradients of keys and values of the tokens of this rank, `[b, s/n, 2, kv_heads · d]`.
     pub(crate) fn keys_back(&self, dkv: &Tensor) -> Result<Tensor> {
-        let (n, [b, s, parts, heads, d]) = (self.ranks.len(), self.of_kv);
-        let of_tokens = match self.share.gathered {
-            true => self.summed(self.device.layout()?.swap_blocks(dkv.buffer(), b, n, s * parts * heads * d)?)?,
-            false => self.to_tokens(dkv, self.of_kv)?,
+        let [b, s, parts, heads, d] = self.of_kv.dims;
+        self.tensor(self.to_tokens(dkv, &self.of_kv)?, [b, s, parts, heads * d])
+    }
+
+    /// `[b, s/n, parts, heads, d] → [b, s, parts, copies · heads/n · d]`.
+    fn to_heads(&self, x: &Tensor, of: &Parts) -> Result<Tensor> {
+        let (n, layout, [b, s, parts, heads, d]) = (self.ranks.len(), self.device.layout()?, of.dims);
+        let (rows, blocks, width) = (b * s * parts, n / of.copies, of.width(n));
+        let read = match of.read.len() == heads {
+            true => x.buffer().clone(),
+            false => layout.narrow(x.buffer(), rows, heads, d, of.read.clone())?,
         };
-        self.tensor(of_tokens, [b, s, parts, heads * d])
-    }
-
-    /// The sum of the parts that the ranks have for this one.
-    fn summed(&self, parts: Buffer) -> Result<Buffer> {
-        let (n, each) = (self.ranks.len(), parts.count() / self.ranks.len());
-        if n == self.group.size() {
-            let held = self.device.alloc(parts.dtype(), each)?;
-            return Ok(self.group.reduce_scatter(parts, held, ReduceOp::Sum)?);
+        if n == 1 {
+            return self.tensor(read, [b, s, parts, width]);
         }
-        let shares = self.exchanged(parts)?;
-        let mut sum = self.device.layout()?.narrow(&shares, 1, shares.count(), 1, 0..each)?;
-        for at in 1..n {
-            self.device.pointwise()?.add_assign(&mut sum, 0, &shares.slice(at * each..(at + 1) * each)?)?;
+        let mut sent = if blocks == 1 { read } else { layout.swap_blocks(&read, rows, blocks, width)? };
+        if of.copies > 1 {
+            let (each, of_blocks) = (rows * width, sent);
+            sent = self.device.alloc(of_blocks.dtype(), n * each)?;
+            for rank in 0..n {
+                let block = rank / of.copies;
+                layout.copy_into(&of_blocks, block * each..(block + 1) * each, &mut sent, rank * each)?;
+            }
         }
-        Ok(sum)
+        let of_ranks = self.exchanged(sent)?;
+        self.tensor(self.ordered(of_ranks, of, |ranks, tokens| [ranks, tokens])?, [b, n * s, parts, width])
     }
 
-    /// `[b, s/n, parts, heads, d] → [b, s, parts, heads/n · d]`.
-    fn to_heads(&self, x: &Tensor, [b, s, parts, heads, d]: [usize; 5]) -> Result<Tensor> {
-        let (n, layout) = (self.ranks.len(), self.device.layout()?);
-        let width = heads / n * d;
-        let sent = layout.swap_blocks(x.buffer(), b * s * parts, n, width)?;
-        let of_heads = layout.swap_blocks(&self.exchanged(sent)?, n, b, s * parts * width)?;
-        self.tensor(of_heads, [b, n * s, parts, width])
+    /// `[b, s, parts, copies · heads/n · d] → [b, s/n, parts, heads, d]`, back: the sums of the copies.
+    fn to_tokens(&self, x: &Tensor, of: &Parts) -> Result<Buffer> {
+        let (n, layout, [b, s, parts, heads, d]) = (self.ranks.len(), self.device.layout()?, of.dims);
+        let (rows, blocks, width) = (b * s * parts, n / of.copies, of.width(n));
+        let mut read = x.buffer().clone();
+        if n > 1 {
+            let of_ranks = self.ordered(read, of, |ranks, tokens| [tokens, ranks])?;
+            read = self.summed(self.exchanged(of_ranks)?, of.copies)?;
+        }
+        if blocks > 1 {
+            read = layout.swap_blocks(&read, blocks, rows, width)?;
+        }
+        match of.read.len() == heads {
+            true => Ok(read),
+            false => layout.widen(&read, rows, heads, d, of.read.clone()),
+        }
     }
 
-    /// `[b, s, parts, heads/n · d] → [b, s/n, parts, heads, d]`, back.
-    fn to_tokens(&self, x: &Tensor, [b, s, parts, heads, d]: [usize; 5]) -> Result<Buffer> {
-        let (n, layout) = (self.ranks.len(), self.device.layout()?);
-        let width = heads / n * d;
-        let sent = layout.swap_blocks(x.buffer(), b, n, s * parts * width)?;
-        layout.swap_blocks(&self.exchanged(sent)?, n, b * s * parts, width)
+    /// The sums of every `copies` parts, of those that the ranks have for this one: in f32 and in the tree.
+    fn summed(&self, parts: Buffer, copies: usize) -> Result<Buffer> {
+        if copies == 1 {
+            return Ok(parts);
+        }
+        let (layout, pointwise) = (self.device.layout()?, self.device.pointwise()?);
+        let (dtype, count, each) = (parts.dtype(), parts.count(), parts.count() / self.ranks.len());
+        let parts = if dtype.is_half() { pointwise.cast(&parts, dtype.widened())? } else { parts };
+        let mut sums = self.device.alloc(parts.dtype(), count / copies)?;
+        let join = |left: Result<Buffer>, right: Result<Buffer>| {
+            let mut left = left?;
+            pointwise.add_assign(&mut left, 0, &right?)?;
+            Ok(left)
+        };
+        for block in 0..self.ranks.len() / copies {
+            let mut tree = Counter::default();
+            for part in block * copies..(block + 1) * copies {
+                tree.push(1, layout.narrow(&parts, 1, count, 1, part * each..(part + 1) * each), join);
+            }
+            if let Some(sum) = tree.finish(join) {
+                layout.copy_into(&sum?, 0..each, &mut sums, block * each)?;
+            }
+        }
+        if dtype.is_half() { pointwise.cast(&sums, dtype) } else { Ok(sums) }
+    }
+
+    /// Moves rows between `[n, b, s/n]`, as ranks send them, and `[b, s]` in the order of the sequence. `way` says which
+    /// of both is read, and which written.
+    fn ordered(&self, x: Buffer, of: &Parts, way: impl Fn(usize, usize) -> [usize; 2]) -> Result<Buffer> {
+        let (n, [b, s, parts, ..]) = (self.ranks.len(), of.dims);
+        if b == 1 && self.order.is_natural() {
+            return Ok(x);
+        }
+        let (layout, row) = (self.device.layout()?, parts * of.width(n));
+        let mut moved = self.device.alloc(x.dtype(), x.count())?;
+        for rank in 0..n {
+            let runs = self.order.tokens(n * s, rank * s..(rank + 1) * s)?;
+            for sample in 0..b {
+                let mut at = (rank * b + sample) * s;
+                for run in &runs {
+                    let [from, to] = way(at, sample * n * s + run.start).map(|first| first * row);
+                    layout.copy_into(&x, from..from + run.len() * row, &mut moved, to)?;
+                    at += run.len();
+                }
+            }
+        }
+        Ok(moved)
     }
 
     fn tensor(&self, x: Buffer, shape: [usize; 4]) -> Result<Tensor> {
@@ -193,22 +246,14 @@ fn share(
         let problem = format!("each rank takes equally many of the {heads} heads of queries: {}", advice(most));
         return refuse(problem);
     }
-    let held = heads / ranks;
-    let first_head = rank * held;
-    let queries = AttentionShape { heads: held, seq: seq * ranks, ..of.queries };
-    let all = GroupedShape { queries, keys: queries.seq, ..of };
-    let whole = of.first_kv_head == 0 && of.kv_heads * of.group == heads;
-    if whole && of.kv_heads.is_multiple_of(ranks) {
-        let shape = GroupedShape { kv_heads: of.kv_heads / ranks, ..all };
-        return Ok(Share { shape, first_head, gathered: false });
-    }
-    let group = of.group.min(held);
-    if !held.is_multiple_of(group) || !of.group.is_multiple_of(group) || !first_head.is_multiple_of(group) {
+    let (held, read) = (heads / ranks, heads / of.group);
+    if !read.is_multiple_of(ranks) && !ranks.is_multiple_of(read) {
         return refuse(format!(
             "each rank takes {held} heads of queries: whole groups of {} that share keys and values, or an equal part of one",
             of.group
         ));
     }
+    let group = of.group.min(held);
     // Each rank holds some of a group's heads: the gradient of their keys is summed over ranks.
     let sharing = of.group / group;
     let in_tree = tree::fits(of.group, sharing) && sharing.is_power_of_two() && !stored.is_half();
@@ -219,6 +264,17 @@ fn share(
             of.group
         ));
     }
-    let shape = GroupedShape { group, first_kv_head: of.first_kv_head + first_head / of.group, ..all };
-    Ok(Share { shape, first_head, gathered: true })
+    let queries = AttentionShape { heads: held, seq: seq * ranks, ..of.queries };
+    let (kv_heads, keys) = (held / group, queries.seq);
+    Ok(Share {
+        shape: GroupedShape { queries, keys, group, kv_heads, first_kv_head: 0, ..of },
+        first_head: rank * held,
+    })
+}
+
+impl Parts {
+    /// The features that each of `n` ranks gets.
+    fn width(&self, n: usize) -> usize {
+        self.copies * self.read.len() / n * self.dims[4]
+    }
 }

@@ -7,7 +7,7 @@
 use crate::heads::{Heads, named};
 use crate::ring::Pass;
 use meshwork_core::{Axes, DType};
-use meshwork_tensor::op::{Exchange, Exchanged};
+use meshwork_tensor::op::{Exchange, Exchanged, Order};
 use meshwork_tensor::{Error, Result, Tensor};
 
 /// A ring of all-to-alls over some axes.
@@ -36,7 +36,7 @@ impl Hybrid {
             let fits = (1..=most).rev().find(|&of| size.is_multiple_of(of) && most.is_multiple_of(of)).unwrap_or(1);
             format!("use a ring degree of {}", size / fits)
         };
-        Heads::new(call, (self.name(), self.axes), size / ring, stored, advice)
+        Heads::new(call, (self.name(), self.axes), (size / ring, Order::default()), stored, advice)
     }
 }
 

@@ -18,12 +18,15 @@
 //!
 //! Pairs of a run of queries and a run of keys that the masks hide whole are not computed; in zigzag order each rank
 //! then has the same work in each step. Runs of keys before a run of queries need no causal mask. With a sliding window
-//! a block goes no further than queries read it.
+//! a block goes no further than queries read it. Pairs of runs that share no document are not computed, where the host
+//! can read the documents.
 
+use crate::Hybrid;
 use meshwork_core::{Axes, Buffer, DType, Group, Pending};
-use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape};
+use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape, seen_pairs};
 use meshwork_tensor::op::{Exchange, Exchanged};
 use meshwork_tensor::{Device, Result, Tensor};
+use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -38,6 +41,11 @@ impl Ring {
     pub fn over(axes: impl Into<Axes>) -> Self {
         Self { axes: axes.into() }
     }
+
+    /// With a place of its own for each rank.
+    fn of_all(&self, call: &Exchanged<'_>) -> Hybrid {
+        Hybrid::over(self.axes, call.tape.rank().group_over(&self.axes).size())
+    }
 }
 
 impl Exchange for Ring {
@@ -50,15 +58,11 @@ impl Exchange for Ring {
     }
 
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])> {
-        let group = call.tape.rank().group_over(&self.axes);
-        let (out, lse) = Pass::new(call, group, group.size(), call.shape, call.masks)?.attend(q, kv)?;
-        Ok((out.clone(), [q.clone(), kv.clone(), out, lse]))
+        self.of_all(call).attend(call, q, kv)
     }
 
     fn gradients(&self, call: &Exchanged<'_>, dout: &Tensor, saved: [Tensor; 4]) -> Result<(Tensor, Tensor)> {
-        let group = call.tape.rank().group_over(&self.axes);
-        let (dq, dkv) = Pass::new(call, group, group.size(), call.shape, call.masks)?.gradients(dout, &saved)?;
-        Ok((dq, dkv.cast(saved[1].dtype())?))
+        self.of_all(call).gradients(call, dout, saved)
     }
 }
 
@@ -125,8 +129,7 @@ impl<'a> Pass<'a> {
             parts: (0..degree).map(part).collect::<Result<_>>()?,
             steps: degree,
         };
-        let read = |step: &usize| (0..degree).any(|place| !pass.pairs(place, *step).is_empty());
-        pass.steps = (0..degree).rev().find(read).map_or(1, |last| last + 1);
+        pass.steps = steps(&pass.parts, masks.window);
         Ok(pass)
     }
 
@@ -140,7 +143,11 @@ impl<'a> Pass<'a> {
         for step in 0..self.steps {
             let passing = self.pass_on(&block, step)?;
             let wide = self.wide(&block)?;
-            for Pair { queries: run, keys, shape } in self.pairs(self.place, step) {
+            for Pair { queries: run, keys, shape } in self.pairs(step) {
+                if self.are_apart(shape) {
+                    self.reserve(wide.dtype(), [queries[run].count(), batch * heads * shape.queries.seq])?;
+                    continue;
+                }
                 let part = attention.grouped(shape, &queries[run], &wide.slice(keys)?, self.masks)?;
                 match &mut sums[run] {
                     None => sums[run] = Some(part),
@@ -173,8 +180,12 @@ impl<'a> Pass<'a> {
             let passing = self.pass_on(&block, step)?;
             let wide = self.wide(&block)?;
             let mut share = self.device.zeros(wide.dtype(), wide.count())?;
-            for Pair { queries: run, keys, shape } in self.pairs(self.place, step) {
+            for Pair { queries: run, keys, shape } in self.pairs(step) {
                 let (at, kv) = (keys.start, wide.slice(keys)?);
+                if self.are_apart(shape) {
+                    self.reserve(wide.dtype(), [queries[run].count(), kv.count()])?;
+                    continue;
+                }
                 let [dout, q, out, lse] = [&douts, &queries, &outs, &lses].map(|runs| &runs[run]);
                 let (dq, dkv) = attention.grouped_grad(shape, dout, q, &kv, out, lse, self.masks)?;
                 pointwise.add_assign(&mut share, at, &dkv)?;
@@ -270,13 +281,13 @@ impl<'a> Pass<'a> {
         (place + self.parts.len() - step) % self.parts.len()
     }
 
-    /// The calls of the kernel at a place in a step.
-    fn pairs(&self, place: usize, step: usize) -> Vec<Pair> {
+    /// The calls of the kernel in a step: for each run of queries, the latest keys first, such as its own.
+    fn pairs(&self, step: usize) -> Vec<Pair> {
         let (of, row) = (self.shape, self.shape.kv_elements() / self.shape.keys.max(1));
         let mut pairs = Vec::new();
-        for (run, queries) in self.parts[place].iter().enumerate() {
+        for (run, queries) in self.parts[self.place].iter().enumerate() {
             let mut end = 0;
-            for keys in &self.parts[self.owner(place, step)] {
+            for keys in &self.parts[self.owner(self.place, step)] {
                 let begin = end;
                 end += keys.len() * row;
                 let outside = |window| keys.end + window <= queries.start + 1;
@@ -289,7 +300,24 @@ impl<'a> Pass<'a> {
                 pairs.push(Pair { queries: run, keys: begin..end, shape });
             }
         }
+        pairs.sort_by_key(|pair| (pair.queries, Reverse(pair.shape.first_key)));
         pairs
+    }
+
+    /// Whether no query of a pair is in a document of its keys, as far as the host can read the documents.
+    fn are_apart(&self, GroupedShape { sequence, first_query, first_key, keys, .. }: GroupedShape) -> bool {
+        let documents = self.masks.documents.filter(|documents| documents.apart);
+        let positions = documents.and_then(|documents| documents.positions.as_slice::<i32>().ok());
+        // Of all queries the first is in the earliest document.
+        let begins =
+            |of: &[i32]| of.get(first_query).map_or(0, |&at| first_query.saturating_sub(at.unsigned_abs() as usize));
+        positions.is_some_and(|all| all.chunks(sequence.max(1)).all(|of| begins(of) >= first_key + keys))
+    }
+
+    /// The memory of the results of a pair that is not computed: a plan, which does not know documents, counts it.
+    fn reserve(&self, dtype: DType, counts: [usize; 2]) -> Result<()> {
+        let _held = [self.device.alloc(dtype, counts[0])?, self.device.alloc(dtype, counts[1])?];
+        Ok(())
     }
 
     /// Starts to pass the block of a step on, if another step reads it.
@@ -307,4 +335,21 @@ impl<'a> Pass<'a> {
         let coming = self.group.start_recv(room, self.ranks[before], coming)?;
         Ok(Passing { coming, going: self.group.start_send(x.clone(), self.ranks[next], going)? })
     }
+}
+
+/// Places after its own, and its own, up to which a block of keys is read by queries of places that have the tokens of
+/// `parts`: blocks outside of the window do not travel.
+pub(crate) fn steps(parts: &[Vec<Range<usize>>], window: Option<usize>) -> usize {
+    (0..parts.len())
+        .rev()
+        .find(|&step| (0..parts.len()).any(|place| sees(parts, place, step, window) > 0))
+        .map_or(1, |last| last + 1)
+}
+
+/// Pairs of a query at a place and a key of the block that is there in a step.
+pub(crate) fn sees(parts: &[Vec<Range<usize>>], place: usize, step: usize, window: Option<usize>) -> u64 {
+    let keys = &parts[(place + parts.len() - step) % parts.len()];
+    let of_run =
+        |run: &Range<usize>| keys.iter().map(|keys| seen_pairs(run.clone(), keys.clone(), window)).sum::<u64>();
+    parts[place].iter().map(of_run).sum()
 }

@@ -154,11 +154,11 @@ fn what_ranks_exchange_is_what_is_published() {
         assert_eq!((ops(&there), ops(&back)), (vec![OpKind::AllGather], vec![OpKind::ReduceScatter]));
         assert_eq!([&there, &back].map(|calls| sent(calls)), [bytes * (n - 1.0) * here * k; 2]);
 
-        if cp == 2 {
-            let [there, back] = calls(Method::AllToAll, [cp, 1, seq], dtype);
-            assert_eq!((ops(&there), ops(&back)), (vec![OpKind::AllToAll; 3], vec![OpKind::AllToAll; 3]));
-            assert_eq!([&there, &back].map(|calls| sent(calls)), [bytes * (n - 1.0) / n * here * (2.0 * h + k); 2]);
-        }
+        // Of two heads of keys and values each of four ranks gets one.
+        let [there, back] = calls(Method::AllToAll, [cp, 1, seq], dtype);
+        assert_eq!((ops(&there), ops(&back)), (vec![OpKind::AllToAll; 3], vec![OpKind::AllToAll; 3]));
+        let to_each = 2.0 * h / n + (k / n).max(k / 2.0);
+        assert_eq!([&there, &back].map(|calls| sent(calls)), [bytes * (n - 1.0) * here * to_each; 2]);
 
         // n - 1 blocks; backward as many, and as many sums of their gradients, in f32.
         let [there, back] = calls(Method::Ring, [cp, 1, seq], dtype);
@@ -205,34 +205,79 @@ fn blocks_outside_the_window_do_not_travel() {
     }
 }
 
-/// The rule of `auto` counts what ranks send.
+/// The rule of `auto` counts what ranks send: blocks outside of a window do not travel.
 #[test]
 fn the_rule_counts_what_is_sent() {
-    for (cp, method) in [
-        (2, Method::AllGather),
-        (4, Method::AllGather),
-        (2, Method::AllToAll),
-        (4, Method::AllToAll),
-        (4, Method::Ring),
-        (4, Method::Hybrid { ring_degree: 2 }),
-        (8, Method::Hybrid { ring_degree: 4 }),
-    ] {
-        let sizes = Sizes { tokens: 64, cp, heads: 4, kv_heads: 2, group: 2, head_dim: 8, bytes: 4 };
-        let sent: f64 = calls(method, [cp, 1, 64], DType::F32).iter().flatten().map(Record::bytes).sum();
-        assert_eq!(sizes.sent(method).all, sent / 2.0, "{method} on cp={cp}"); // of two samples
+    let all = [Method::AllGather, Method::AllToAll, Method::Ring];
+    let hybrids = [2, 4].map(|ring_degree| Method::Hybrid { ring_degree });
+    for cp in [2, 4, 8] {
+        let fits = |method: &Method| match method {
+            Method::AllToAll => cp < 8,
+            Method::Hybrid { ring_degree } => *ring_degree < cp && cp / ring_degree <= 4,
+            _ => true,
+        };
+        for method in all.into_iter().chain(hybrids).filter(fits) {
+            for (dtype, window, zigzag) in [
+                (DType::F32, None, true),
+                (DType::Bf16, None, false),
+                (DType::F32, Some(10), false),
+                (DType::Bf16, Some(17), false),
+                (DType::F32, Some(30), true),
+            ] {
+                let ring = if let Method::Hybrid { ring_degree } = method { ring_degree } else { cp };
+                let order = if zigzag { Order::zigzag(ring) } else { Order::default() };
+                let sizes = Sizes { cp, bytes: dtype.size(), window, zigzag, ..SIZES };
+                let mask = Mask { window, ..Mask::default() };
+                let sent: f64 =
+                    calls_in(method, &order, [cp, 1, 64], dtype, mask).iter().flatten().map(Record::bytes).sum();
+                // Of two samples.
+                assert_eq!(sizes.sent(method).all, sent / 2.0, "{method} on cp={cp}, {dtype:?}, {window:?}, {zigzag}");
+            }
+        }
     }
+}
+
+const SIZES: Sizes = Sizes {
+    tokens: 64,
+    cp: 8,
+    heads: 4,
+    kv_heads: 2,
+    group: 2,
+    head_dim: 8,
+    bytes: 4,
+    window: None,
+    zigzag: true,
+    documents: false,
+};
+
+/// The rule weighs bytes against the work that hides them, and ranks that wait for a fuller one.
+#[test]
+fn the_rule_weighs_bytes_against_work() {
     let sizes = |tokens, heads, kv_heads| Sizes {
         tokens,
-        cp: 8,
         heads,
         kv_heads,
         group: heads / kv_heads,
         head_dim: 128,
         bytes: 2,
+        ..SIZES
     };
     // Short blocks: fewest bytes. Long blocks: attention hides the ring.
     assert_eq!(sizes(512, 32, 32).best(), Method::AllToAll);
-    assert_eq!(sizes(1 << 20, 32, 8).best(), Method::Ring);
+    let long = sizes(1 << 20, 32, 8);
+    assert_eq!(long.best(), Method::Ring);
+    // Within documents of unknown length, nothing is hidden. In the order of the sequence, ranks wait for the last.
+    assert_eq!(Sizes { documents: true, ..long }.best(), Method::AllToAll);
+    assert_eq!(Sizes { zigzag: false, ..long }.best(), Method::AllToAll);
+    // A short window leaves little work, but one block to pass on.
+    let windowed = Sizes { window: Some(1024), zigzag: false, ..long };
+    assert_eq!(windowed.best(), Method::AllGather); // passes them on as a ring does
+    assert!(windowed.sent(Method::Ring).all < long.sent(Method::Ring).all / 6.0);
+    // Ranks of tp that hold both heads of keys and values, and read one: a ring passes on that one, twice as keys and
+    // values of 2 bytes and once as gradients of 4.
+    let shared = Sizes { heads: 4, kv_heads: 2, group: 16, ..long };
+    let [gathered, passed] = [Method::AllGather, Method::Ring].map(|method| shared.sent(method).all);
+    assert_eq!(gathered / (2.0 * 2.0 * 2.0), passed / (2.0 * 2.0 + 4.0));
     // Fewer heads than ranks.
     assert_eq!(
         sizes(1_024, 4, 4).methods(),
@@ -241,50 +286,114 @@ fn the_rule_counts_what_is_sent() {
     assert!(!sizes(1_024, 4, 1).methods().contains(&Method::AllToAll));
 }
 
+/// Tokens of a sequence.
+const SEQ: usize = 64;
+
+/// Heads of queries, and of keys and values, over all ranks of tp.
+const HEADS: [usize; 2] = [4, 2];
+
 /// The results of all ranks, `[output, dq, dkv]`, put together, and the spans of each. Values are drawn, rounded to
-/// `rounded`, and computed with in `dtype`.
-fn run(method: Method, cp: usize, [rounded, dtype]: [DType; 2]) -> (Vec<Vec<f32>>, Vec<Vec<Span>>) {
-    let mesh: Mesh = format!("cp={cp}").parse().unwrap();
+/// `rounded`, and computed with in `dtype`. Above two ranks of tp, each has all heads of keys and values.
+fn run(
+    context: &ContextParallel,
+    mesh: &str,
+    [heads, kv_heads]: [usize; 2],
+    [rounded, dtype]: [DType; 2],
+    seq: usize,
+) -> (Vec<[Vec<f32>; 3]>, Vec<Vec<Span>>) {
+    let mesh: Mesh = mesh.parse().unwrap();
     let ranks = World::threads(&mesh).run(|world| {
         let recorder = Recorder::new(Instant::now());
         recorder.resume();
         let world = profile::communicator(Arc::clone(world.communicator()), recorder.clone());
         let device = Profiled::device(Cpu::device(), recorder.clone());
         let rank = Rank::new(&mesh, world)?;
-        let at = rank.coords().get(Axis::Cp);
+        let [cp, tp] = [Axis::Cp, Axis::Tp].map(|axis| (mesh.degree(axis), rank.coords().get(axis)));
         let params = Params::new(declared(dtype), &mesh, rank.coords(), &device, &[], 1234)?;
         let tape = Tape::new(Arc::new(rank), Arc::new(params), device.clone(), Mode::Train, Position::default());
-        let types = Types::all(&mesh, Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
-        let (samples, here) = (2, 64 / cp);
-        let drawn = |name: &str, row: usize, shape: [usize; 4]| {
-            let mut all = vec![0.0_f32; samples * 64 * row];
+        let cut = Types::all(&mesh, Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
+        let of_heads = |dim| if tp.0 > 1 { cut.with(Axis::Tp, dim) } else { cut };
+        let (samples, here) = (2, seq / cp.0);
+        // Of `of` heads in each of `parts`, those of this rank of tp, or all.
+        let drawn = |name: &str, parts: usize, of: usize, shared: bool| {
+            let row = parts * of * 8;
+            let mut all = vec![0.0_f32; samples * seq * row];
             fill_normal(key(1, name), 0, &mut all);
-            let of = |sample: &[f32]| sample[at * here * row..][..here * row].to_vec();
-            let values: Vec<f32> = all.chunks(64 * row).flat_map(of).collect();
+            let held = if shared { 0..of } else { tp.1 * of / tp.0..(tp.1 + 1) * of / tp.0 };
+            let of_rows = |sample: &[f32]| sample[cp.1 * here * row..][..here * row].to_vec();
+            let rows: Vec<f32> = all.chunks(seq * row).flat_map(of_rows).collect();
+            let values: Vec<f32> =
+                rows.chunks(of * 8).flat_map(|row| row[held.start * 8..held.end * 8].to_vec()).collect();
+            let shape = if parts == 1 { [samples, here, held.len(), 8] } else { [samples, here, 2, held.len() * 8] };
             Tensor::from_slice(&device, &values, shape)?.cast(rounded)?.cast(dtype)
         };
-        let q = tape.input(drawn("q", 32, [samples, here, 4, 8])?, types);
-        let kv = tape.input(drawn("kv", 32, [samples, here, 2, 16])?, types);
+        let shared = tp.0 > 2;
+        let q = tape.input(drawn("q", 1, heads, false)?, of_heads(Ty::Shard(2)));
+        let kv = drawn("kv", 2, kv_heads, shared)?;
+        let kv = tape.input(kv, of_heads(if shared { Ty::Replicate } else { Ty::Shard(3) }));
         recorder.drain();
-        let y = ContextParallel::new(method, Order::zigzag(cp), cp).attend(&q, &kv, None, None, None)?;
-        let seed = drawn("dy", 32, [samples, here, 4, 8])?;
+        let y = context.attend(&q, &kv, None, None, None)?;
+        let seed = drawn("dy", 1, heads, false)?;
         let value = y.tensor().clone().cast(DType::F32)?.to_vec::<f32>()?;
         tape.backward(&y, Seed::typed(seed, y.types().dual()), Weights::Now, &mut Gradients::default())?;
         let spans = recorder.drain();
         let of = |x: &Var| tape.take_grad(x).unwrap().cast(DType::F32)?.to_vec::<f32>();
-        Ok::<_, meshwork_tensor::Error>(([value, of(&q)?, of(&kv)?].concat(), spans))
+        Ok::<_, meshwork_tensor::Error>(([value, of(&q)?, of(&kv)?], spans))
     });
     ranks.unwrap().into_iter().unzip()
+}
+
+fn zigzag(method: Method, cp: usize) -> ContextParallel {
+    ContextParallel::new(method, Order::zigzag(cp), cp)
+}
+
+/// A rank gets copies of the heads of keys and values that its queries read, and no others, where there are fewer of
+/// them than ranks, and where every rank of tp has all. The gradients of the copies are summed.
+#[test]
+fn ranks_get_the_heads_that_their_queries_read() {
+    for (mesh, heads @ [of_queries, of_keys]) in [
+        ("cp=2", [8, 1]),
+        ("cp=3", [6, 1]),
+        ("cp=4", [8, 2]),
+        ("cp=8", [8, 4]),
+        ("tp=2,cp=4", [16, 2]),
+        ("tp=4,cp=2", [16, 2]), // a rank of tp has both, and reads one
+        ("tp=4,cp=2", [16, 8]), // ... has eight, and reads two: each rank of cp gets one
+    ] {
+        let (cp, tp) = (mesh.parse::<Mesh>().unwrap().degree(Axis::Cp), mesh.parse::<Mesh>().unwrap().degree(Axis::Tp));
+        let seq = SEQ.next_multiple_of(cp);
+        for method in [Method::AllToAll, Method::Ring] {
+            let context = ContextParallel::new(method, Order::default(), 1);
+            let whole = run(&context, "cp=1", heads, [DType::F32; 2], seq).0.remove(0);
+            let mut found = whole.each_ref().map(|x| vec![0.0; x.len()]);
+            for (rank, results) in run(&context, mesh, heads, [DType::F32; 2], seq).0.into_iter().enumerate() {
+                for (at, part) in results.into_iter().enumerate() {
+                    let [parts, all] = if at == 2 { [2, of_keys] } else { [1, of_queries] };
+                    let held = part.len() / (2 * seq / cp * parts * 8);
+                    let (first, begin) = (if held == all { 0 } else { rank % tp * held }, rank / tp * seq / cp);
+                    for (i, x) in part.into_iter().enumerate() {
+                        let (e, row) = (i % (held * 8), i / (held * 8));
+                        let (part, token, sample) = (row % parts, row / parts % (seq / cp), row / parts / (seq / cp));
+                        found[at][(((sample * seq + begin + token) * parts + part) * all + first) * 8 + e] += x;
+                    }
+                }
+            }
+            for (what, (found, whole)) in ["out", "dq", "dkv"].into_iter().zip(found.iter().zip(&whole)) {
+                let furthest = found.iter().zip(whole).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(furthest < 1e-5, "{what} of {heads:?} heads on {mesh} by {method}: {furthest}");
+            }
+        }
+    }
 }
 
 /// Sums of 16-bit values are in f32, over ranks too: the results are those of f32, rounded once.
 #[test]
 fn partial_results_are_not_rounded() {
     for method in [Method::Ring, Method::Hybrid { ring_degree: 2 }] {
-        let halves = run(method, 4, [DType::Bf16, DType::Bf16]).0;
-        let wide = run(method, 4, [DType::Bf16, DType::F32]).0;
+        let halves = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::Bf16], SEQ).0;
+        let wide = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::F32], SEQ).0;
         for (halves, wide) in halves.iter().zip(&wide) {
-            let outputs = wide.len() / 3; // of one rank: the output, dq and dkv have as many elements
+            let (halves, wide, outputs) = (halves.concat(), wide.concat(), wide[0].len());
             let rounded = |x: &f32| meshwork_core::bf16::from_f32(*x).to_f32();
             assert!(
                 halves[..outputs].iter().zip(&wide[..outputs]).all(|(half, wide)| *half == rounded(wide)),
@@ -304,7 +413,7 @@ fn partial_results_are_not_rounded() {
 #[test]
 fn blocks_travel_while_attention_computes() {
     for (method, steps) in [(Method::Ring, 4), (Method::Hybrid { ring_degree: 2 }, 2)] {
-        for (rank, spans) in run(method, 4, [DType::F32; 2]).1.into_iter().enumerate() {
+        for (rank, spans) in run(&zigzag(method, 4), "cp=4", HEADS, [DType::F32; 2], SEQ).1.into_iter().enumerate() {
             let kernel = |span: &&Span| span.class == Class::Attention && span.name.starts_with("grouped");
             let kernels: Vec<&Span> = spans.iter().filter(kernel).collect();
             let under =

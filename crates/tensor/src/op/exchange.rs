@@ -1,6 +1,6 @@
 //! The exchange between ranks that each hold a part of a sequence, around and within an attention.
 
-use super::order::{self, Order};
+use super::order::Order;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{AttentionMasks, GroupedShape};
@@ -8,7 +8,6 @@ use crate::tape::Tape;
 use crate::tensor::Tensor;
 use meshwork_core::Axes;
 use std::fmt::Debug;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// An attention whose sequence an axis cuts: what its ranks send each other, and which kernels they call. The types,
@@ -44,30 +43,4 @@ pub struct Exchanged<'a> {
     pub masks: AttentionMasks<'a>,
     /// The order in which the tokens of all ranks lie.
     pub order: &'a Order,
-}
-
-impl Exchanged<'_> {
-    /// Tokens of all ranks along dim 1 of x, which lie in the order of the call, in the order of the sequence.
-    ///
-    /// # Errors
-    /// A sequence that is not divisible into the chunks of the order.
-    pub fn from_order(&self, x: Tensor) -> Result<Tensor> {
-        self.ordered(x, |runs| order::places(&runs))
-    }
-
-    /// Tokens of all ranks along dim 1 of x, which lie in the order of the sequence, in the order of the call.
-    ///
-    /// # Errors
-    /// As [`from_order`](Self::from_order).
-    pub fn to_order(&self, x: Tensor) -> Result<Tensor> {
-        self.ordered(x, |runs| runs)
-    }
-
-    fn ordered(&self, x: Tensor, runs: impl FnOnce(Vec<Range<usize>>) -> Vec<Range<usize>>) -> Result<Tensor> {
-        let extent = x.shape()[1];
-        match self.order.is_natural() {
-            true => Ok(x),
-            false => order::in_order(&x, 1, &runs(self.order.tokens(extent, 0..extent)?)),
-        }
-    }
 }

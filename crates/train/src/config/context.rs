@@ -4,7 +4,7 @@ use super::Config;
 use super::batch::closest;
 use super::fault::Fault;
 use super::settings::Settings;
-use super::words::{ContextMethod, Dtype, ModelKind};
+use super::words::{ContextMethod, ContextOrder, Dtype, ModelKind};
 use meshwork_context_parallel::{Method, Sizes, parts_of_heads};
 use meshwork_core::tree;
 
@@ -24,9 +24,14 @@ impl Config {
             group,
             cp: mesh.cp.max(1),
             heads,
-            kv_heads: (kv_heads / mesh.tp.max(1)).clamp(1, heads),
+            kv_heads: if kv_heads.is_multiple_of(mesh.tp.max(1)) { kv_heads / mesh.tp.max(1) } else { kv_heads },
             head_dim: self.decoder().head_features(),
             bytes: if self.training.dtype == Dtype::F32 { 4 } else { 2 },
+            window: Some(model.sliding_window).filter(|&window| window > 0),
+            zigzag: mesh.context_parallel_order != ContextOrder::Contiguous
+                && self.training.numerics == "fast"
+                && model.dropout == 0.0,
+            documents: self.data.documents == "attention",
         }
     }
 }
@@ -50,14 +55,22 @@ pub(super) fn resolve(config: &mut Config, settings: &Settings) {
             Method::Ring => (ContextMethod::Ring, 1),
             Method::Hybrid { ring_degree } => (ContextMethod::Hybrid, ring_degree),
         };
-        let all = sizes.methods().into_iter().map(|method| format!("{method} {:.0}", sizes.sent(method).exposed));
+        let all = sizes.methods().into_iter().map(|method| format!("{method} {:.0}", sizes.sent(method).cost()));
         let why = match (mesh.cp, canonical) {
             (1, _) => "no rank has a part of a sequence".to_owned(),
             (_, true) => "in canonical numerics it alone divides the work of attention, where heads fit".to_owned(),
-            _ => format!(
-                "bytes that each rank sends for a sequence and layer, and attention does not hide: {}",
-                all.collect::<Vec<_>>().join(", ")
-            ),
+            _ => {
+                let window = sizes.window.map(|window| format!(", within a window of {window} tokens"));
+                let documents =
+                    sizes.documents.then_some("; within documents, whose lengths are unknown, it hides none");
+                format!(
+                    "bytes of each rank for a sequence and layer{} that attention does not hide, or that could go while it \
+                     waits for the fullest rank{}: {}",
+                    window.unwrap_or_default(),
+                    documents.unwrap_or_default(),
+                    all.collect::<Vec<_>>().join(", ")
+                )
+            }
         };
         let chosen = if mesh.cp == 1 && !canonical { "none".to_owned() } else { method.to_string() };
         config.notices.push(format!("{METHOD} = auto: {chosen}; {why}"));

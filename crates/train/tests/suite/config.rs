@@ -520,3 +520,33 @@ fn sections_give_the_rules_that_they_describe() {
     assert_eq!(timeout.as_millis(), 500);
     _ = config("--set comm.timeout_seconds=1e300").comm.timeout();
 }
+
+/// The rule of `auto` counts windows, documents and shared heads, and says so.
+#[test]
+fn auto_says_which_method_of_context_parallelism_it_takes() {
+    const KEY: &str = "parallelism.context_parallel_method";
+    let told = |more: &str| {
+        let config = config(&format!("--mesh cp=4 --set {KEY}=auto {more}"));
+        let method = config.context().map(|context| context.method().to_string());
+        let told =
+            config.notices.iter().find_map(|told| told.strip_prefix(&format!("{KEY} = auto: "))).unwrap().to_owned();
+        assert_eq!(told.split(';').next(), method.as_deref(), "{told}");
+        told
+    };
+    let whole = told("");
+    assert!(whole.starts_with("all_to_all; bytes of each rank for a sequence and layer that"), "{whole}");
+    assert!(whole.contains(": all_to_all 98304, all_gather 196608, ring "), "{whole}");
+    // Of four blocks one travels to the next rank. All ranks but the first have as many pairs.
+    let window = told("--set model.sliding_window=16");
+    assert!(
+        window.starts_with("all_gather; bytes of each rank for a sequence and layer, within a window of 16 tokens")
+    );
+    assert!(window.contains(": all_to_all 98304, all_gather 97655, ring 97655, "), "{window}");
+    let documents = told("--set data.documents=attention");
+    assert!(documents.contains("; within documents, whose lengths are unknown, it hides none: "), "{documents}");
+    assert!(documents.contains(", ring 294912, "), "{documents}");
+    // Both heads of keys and values are on each of four ranks of tp.
+    let shared = "--mesh tp=4,cp=2 --set model.preset=llama-tiny --set model.num_heads=8 --set model.num_kv_heads=2";
+    let shared = config(&format!("{shared} --set {KEY}=auto")).notices.concat();
+    assert!(shared.contains("all_gather"), "{shared}");
+}

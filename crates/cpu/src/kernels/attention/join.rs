@@ -30,6 +30,9 @@ pub fn join<T: Float>(dims: Dims, [out, lse]: [&mut [T]; 2], [part, part_lse]: [
         let (sample, i) = (at / seq, at % seq);
         for (head, (out, part)) in out.chunks_mut(head_dim).zip(part.chunks(head_dim)).enumerate() {
             let at = (sample * heads + head) * seq + i;
+            if part_lse[at] == T::NEG_INFINITY {
+                continue;
+            }
             let [of_out, of_part, _] = shares(old[at], part_lse[at]);
             wide(
                 #[inline(always)]

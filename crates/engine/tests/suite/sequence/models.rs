@@ -418,6 +418,7 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
         ("cp=2", Method::AllGather, false),
         ("cp=2", Method::AllToAll, false),
         ("tp=2,cp=2", Method::AllGather, true),
+        ("cp=4", Method::AllToAll, false), // with fewer heads of keys and values
         ("dp=2,cp=2", Method::AllToAll, false),
         ("cp=2", Method::Ring, false),
         ("cp=4", Method::Ring, false),
