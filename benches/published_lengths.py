@@ -6,9 +6,9 @@
     benches/published_lengths.py --self-test    # without our own plan at each length: for .ci/run
 
 ALST (arXiv:2506.13996) publishes lengths, and no memory. benches/published_lengths.toml has these lengths and the tensors of
-a layer's backward in that engine. `--steps 0` says how many parameters the model has, and what the states of a rank take. Two
-numbers are fitted to some rows, and the other rows test them: the bytes of a GPU that no tensor of a layer takes, and the
-bytes of host memory for each parameter. The plan of the same settings is of meshwork itself. Needs cargo and Python 3.11.
+a layer's backward in that engine. `--steps 0` says how many parameters the model has. Two numbers are fitted to some rows, and
+the other rows test them: the bytes of a GPU that no tensor of a layer takes, and the bytes of host memory for each parameter.
+The plan of the same settings is of meshwork itself. Needs cargo and Python 3.11.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WITHIN = 0.10
 
 
 def plan(program, row, tokens):
-    """The parameters of the model, and the bytes of a rank's states and of its peak, of a step on a sequence."""
+    """The parameters of the model, and the bytes of a rank at the peak of a step on a sequence."""
     gpus, several = row["gpus"], row["gpus"] > 1
     sets = {
         "model.preset": FACTS["models"][row["model"]]["preset"], "model.seq_len": tokens, "training.global_batch_size": 1,
@@ -39,13 +39,11 @@ def plan(program, row, tokens):
     words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     argv = [program, "--steps", "0", "--mesh", f"cp={gpus}", *words]
     said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    size = r"([\d.,]+) (\w+)"
-    found = re.search(rf"([\d,]+) parameters .* memory {size} of weights, .* states; {size} at the peak", " ".join(said.split()))
+    found = re.search(r"([\d,]+) parameters .* states; ([\d.,]+) (\w+) at the peak", " ".join(said.split()))
     if not found:
         sys.exit(f"error: no memory in the report of {' '.join(map(str, argv))}:\n{said}")
-    parameters, *sizes = (group.replace(",", "") for group in found.groups())
-    states, peak = (float(number) * UNITS[unit] for number, unit in zip(sizes[::2], sizes[1::2]))
-    return int(parameters), states, peak
+    parameters, peak, unit = (group.replace(",", "") for group in found.groups())
+    return int(parameters), float(peak) * UNITS[unit]
 
 
 def widths(row):
@@ -69,14 +67,14 @@ def moments(row):
             yield sum(of[width] * size for _, width, size in moment["tensors"]) + others, moment["name"]
 
 
-def by_gpu(row, states, fixed):
+def by_gpu(row, parameters, fixed):
     """The longest sequence that fits into the GPUs, and the moment that limits it."""
     each, moment = max(moments(row))
     model = FACTS["models"][row["model"]]
     of = widths(row)
     layer = 2 * (2 * of["hidden"] * of["queries"] + 2 * of["hidden"] * model["kv_heads"] * (of["queries"] // model["heads"]))
     layer += 2 * 3 * of["hidden"] * of["inner"]
-    weights = 0 if row["gpus"] == 1 else states  # one GPU has its weights in host memory
+    weights = 0 if row["gpus"] == 1 else 2 * parameters / row["gpus"]  # one GPU has its weights in host memory
     # Of the layer whose backward runs, the whole weights and their gradients.
     left = FACTS["memory"][row["gpu"]] - weights - 2 * layer - fixed
     return row["gpus"] * left / each, f"GPU, at {moment}"
@@ -99,17 +97,19 @@ def fit(rows, predict, candidates):
 
 def table(program, plans):
     rows = FACTS["rows"]
+    parameters = {}
     for row in rows:
-        near = [plan(program, row, row["tokens"] // part) for part in ((4, 2) if plans else (64,))]
-        row["parameters"], row["states"], _ = near[0]
+        if row["model"] not in parameters:
+            parameters[row["model"]], _ = plan(program, row, 8192)
         if plans:  # plans are lines, and a plan of a whole length may have more operations than are counted
             ends = [row["tokens"] // 4, row["tokens"] // 2]
-            each = (near[1][2] - near[0][2]) / (ends[1] - ends[0])
-            row["peak"] = near[1][2] + each * (row["tokens"] - ends[1])
-            row["ours"] = ends[1] + (FACTS["memory"][row["gpu"]] - near[1][2]) / each
+            near = [plan(program, row, tokens)[1] for tokens in ends]
+            each = (near[1] - near[0]) / (ends[1] - ends[0])
+            row["peak"] = near[1] + each * (row["tokens"] - ends[1])
+            row["ours"] = ends[1] + (FACTS["memory"][row["gpu"]] - near[1]) / each
     of = lambda kind: [row for row in rows if row.get("fit") == kind]
-    gpu = lambda row, fixed: by_gpu(row, row["states"], fixed)
-    host = lambda row, each: by_host(row, row["parameters"], each)
+    gpu = lambda row, fixed: by_gpu(row, parameters[row["model"]], fixed)
+    host = lambda row, each: by_host(row, parameters[row["model"]], each)
     fixed = fit(of("gpu"), gpu, [tenth * GB / 10 for tenth in range(500)])
     of_parameter = fit(of("host"), host, [tenth / 10 for tenth in range(500)])
     yield f"Fitted: {fixed / GB:.1f} GB of a GPU, and {of_parameter:.1f} bytes of host memory for each parameter.\n"
