@@ -16,7 +16,6 @@ the files that it has. Where this is not permitted it says so and ends with code
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from two_hosts import ROOT, SPACES, NEAR, FAR, MODEL, Losses, join_hosts, part_hosts, processes, skipped
+from two_hosts import ROOT, SPACES, NEAR, FAR, MODEL, Losses, join_hosts, part_hosts, processes, skipped, unpacked
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpmix-dev"]
 NETWORK = "10.77.0.0/24"
@@ -55,31 +54,11 @@ PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE
 """
 
 
-def unpacked():
-    """The packages and what they need, in a folder that has usr/."""
-    folder = ROOT / "target/slurm"
-    if not (folder / "usr/bin/srun").exists():
-        if not shutil.which("apt-get"):
-            skipped("there is no apt-get to take Slurm from")
-        planned = subprocess.run(["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES], capture_output=True, text=True)
-        names = [line.split()[1] for line in planned.stdout.splitlines() if line.startswith("Inst ")]
-        if planned.returncode or not names:
-            skipped(f"apt-get has no Slurm: {planned.stderr.strip() or 'it is installed'}")
-        folder.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as room:
-            subprocess.run(["apt-get", "download", "-o", "APT::Sandbox::User=root", "--quiet=2", *names], cwd=room, check=True)
-            for package in Path(room).glob("*.deb"):
-                subprocess.run(["dpkg-deb", "--extract", package, f"{room}/files"], check=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(f"{room}/files", folder)
-    return folder
-
-
 class Slurm:
     """Two hosts of a cluster; `with` starts its daemons and ends them."""
 
     def __init__(self, args, folder):
-        self.args, self.folder, self.usr = args, folder, unpacked() / "usr"
+        self.args, self.folder, self.usr = args, folder, unpacked("slurm", PACKAGES) / "usr"
         (folder / "state").mkdir()
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
         Path(self.variables["SLURM_CONF"]).write_text(CONFIGURATION.format(near=NEAR, far=FAR, folder=folder))

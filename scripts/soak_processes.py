@@ -16,9 +16,10 @@ Numerics are canonical. After the run has ended the script checks that
   and no step is missing;
 - no process of it is left.
 
-With --in-place four processes train on dp=4, three of them are killed one after the other, and the others go on under `--with-ft ulfm`;
-nothing starts them again. A killed rank may be a spare one, as after the first kill. With --memory they have no checkpoint, and go on from
-the snapshots that they keep for each other.
+With --in-place the others go on under `--with-ft ulfm`, and nothing starts a killed process again: of four processes on dp=4 three are killed
+one after the other, of which one may be spare, and in turn with them two of four processes of two ranks each on dp=2,tp=4, which are dealt out
+to two host names, so that their ranks are not in the order of mpirun. With --memory they have no checkpoint, and go on from the snapshots that
+they keep for each other.
 
 A seed draws the same ranks and moments again; what a process is doing at that moment is up to the machine. Needs Python 3.11, Linux, and
 nothing else.
@@ -39,6 +40,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "model.hidden_size=32 model.num_layers=2 model.seq_len=16 training.global_batch_size=8 training.numerics=canonical metrics.sample_tokens=0"
 LONGEST = 60  # seconds without a step
+# A host name of its own for every other process.
+TWO_HOSTS = ["unshare", "--uts", "sh", "-c", 'hostname "soak-$((OMPI_COMM_WORLD_RANK % 2))" && exec "$@"', "sh"]
 
 
 def events(path):
@@ -77,14 +80,18 @@ def ranks(root, program):
     return sorted(found)
 
 
-def chain(args, draw, kills, folder):
+def chain(args, draw, hybrid, kills, folder):
     """A run with so many kills. Returns the seconds from each kill to the next step."""
     program = str((args.programs / "gpt_train").resolve())
     each = 30 if args.in_place else 6  # steps for each kill
     steps = (40 if args.in_place else 5) + each * kills
     processes = ["-n", "4", "--with-ft", "ulfm"] if args.in_place else ["-n", "2"]
     launcher = [*shlex.split(args.mpirun), *processes, *shlex.split(args.options)] if args.mpirun else []
-    mesh = "dp=4" if args.in_place else draw.choice(["dp=2", "tp=2", "pp=2"])
+    mesh = draw.choice(["dp=2", "tp=2", "pp=2"])
+    hosts = hybrid and subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode == 0
+    if args.in_place:
+        mesh = "dp=2,tp=4" if hybrid else "dp=4"
+        launcher += TWO_HOSTS if hosts else []
     sign = "\nlost " if args.in_place else "supervise: the program"
 
     def command(run, *more):
@@ -98,6 +105,7 @@ def chain(args, draw, kills, folder):
     wanted = {event["step"]: (event["loss"], event["grad_norm"]) for event in events(whole / "metrics.jsonl")}
     saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true"]
     saves = [*(["checkpoint.peer_every=2"] if args.memory else saves), *(["comm.kind=mpi"] if launcher else [])]
+    saves += ["comm.ranks_per_process=2"] if hybrid else []
     supervise = [] if args.in_place else [args.programs / "supervise", "--restarts", str(kills + 3), "--"]
     supervised = [*supervise, *launcher, *command(run, *saves, *(["parallelism.elastic=dp"] if args.in_place else []))]
     took, come, ended, since = [], 0, 0, None
@@ -133,6 +141,8 @@ def chain(args, draw, kills, folder):
         finally:
             child.kill()
         text = Path(output.name).read_text()
+    if hosts and "4 processes on 2 hosts by Open MPI's mpirun, mesh tp=4 inside a host" not in text:
+        raise SystemExit(f"processes are not on two hosts\n{text}")
     if child.returncode or left or not args.in_place and text.count(sign) != kills:
         raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
     seen = {}
@@ -159,8 +169,9 @@ def main():
     while done < args.count:
         draw = random.Random(f"{args.seed}/{number}")
         with tempfile.TemporaryDirectory(prefix="meshwork-soak-") as name:
-            most = min(args.chain, 3) if args.in_place else args.chain
-            mesh, kills, seconds = chain(args, draw, min(most, args.count - done), Path(name))
+            hybrid = args.in_place and number % 2 == 1
+            most = min(args.chain, 2 if hybrid else 3) if args.in_place else args.chain
+            mesh, kills, seconds = chain(args, draw, hybrid, min(most, args.count - done), Path(name))
         done, number, took = done + kills, number + 1, took + seconds
         print(f"run {number} on {mesh}: {kills} kills, the losses of the uninterrupted run", flush=True)
     took.sort()

@@ -17,6 +17,7 @@ iproute2.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,22 +55,46 @@ def join_hosts():
         skipped(f"network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
 
 
+def kill_all(spaces):
+    """Kills the processes in the namespaces."""
+    for pid in [pid for space in spaces for pid in ip("netns", "pids", space, check=False).stdout.split()]:
+        subprocess.run(["kill", "-9", pid], check=False)
+
+
 def part_hosts():
+    kill_all(SPACES.values())
     for space in SPACES.values():
-        for pid in ip("netns", "pids", space, check=False).stdout.split():
-            subprocess.run(["kill", "-9", pid], check=False)
         ip("netns", "del", space, check=False)
 
 
-def processes(name):
+def processes(name, spaces=SPACES.values()):
     """The processes of a program in the namespaces."""
     found = []
-    for pid in [pid for space in SPACES.values() for pid in ip("netns", "pids", space).stdout.split()]:
+    for pid in [pid for space in spaces for pid in ip("netns", "pids", space).stdout.split()]:
         try:
             found += [pid] if os.path.basename(os.readlink(f"/proc/{pid}/exe")) == name else []
         except OSError:
             pass  # it has ended
     return found
+
+
+def unpacked(name, packages):
+    """Debian's packages and what they need, in a folder that has usr/."""
+    folder = ROOT / "target" / name
+    if not folder.exists():
+        if not shutil.which("apt-get"):
+            skipped(f"there is no apt-get to take {packages[0]} from")
+        planned = subprocess.run(["apt-get", "install", "--simulate", "--no-install-recommends", *packages], capture_output=True, text=True)
+        names = [line.split()[1] for line in planned.stdout.splitlines() if line.startswith("Inst ")]
+        if planned.returncode or not names:
+            skipped(f"apt-get does not have {packages[0]}: {planned.stderr.strip() or 'it is installed'}")
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as room:
+            subprocess.run(["apt-get", "download", "-o", "APT::Sandbox::User=root", "--quiet=2", *names], cwd=room, check=True)
+            for package in Path(room).glob("*.deb"):
+                subprocess.run(["dpkg-deb", "--extract", package, f"{room}/files"], check=True)
+            os.rename(f"{room}/files", folder)
+    return folder
 
 
 class Losses:

@@ -1,7 +1,7 @@
 //! Standard output, standard error and exit codes of the examples.
 
 use meshwork::train::config::Config;
-use meshwork::train::{RunError, terminal};
+use meshwork::train::{RunError, processes, terminal};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -32,18 +32,19 @@ pub fn show_fitted(text: &str) -> ExitCode {
 
 /// Writes a line to standard error. A closed standard error is ignored.
 pub fn tell(text: &dyn Display) {
-    _ = writeln!(io::stderr(), "{text}");
+    _ = io::stderr().write_all(format!("{text}\n").as_bytes()); // at once: other processes write too
 }
 
 /// Reports the error of a run. Of several processes, which all have it, one does; the others give it a moment, because
 /// a launcher may end all when the first has ended.
 #[allow(dead_code, reason = "not every example runs over processes")]
 pub fn fail_together(config: &Config, error: &RunError) -> ExitCode {
+    let code = if processes::cannot_meet(error) { BAD_INPUT } else { FAILED };
     if config.tells(error) {
-        return fail(FAILED, error);
+        return fail(code, error);
     }
     thread::sleep(Duration::from_secs(1));
-    ExitCode::from(FAILED)
+    ExitCode::from(code)
 }
 
 /// Reports an error, and returns the exit code.

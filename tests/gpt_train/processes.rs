@@ -239,6 +239,11 @@ fn a_launch_that_cannot_be_joined_is_bad_input() {
             "PMI_RANK = \"x\", which mpiexec sets, is not a whole number",
         ),
         (&[], "--mesh dp=2 --set comm.kind=mpi", "no launcher has started this process"),
+        (
+            &[("PMI_RANK", "0"), ("PMI_SIZE", "2")],
+            "--mesh dp=2 --set comm.library=/nowhere/libmpi.so.12",
+            "comm.kind: /nowhere/libmpi.so.12: cannot open shared object file: No such file or directory",
+        ),
     ] {
         let mut command = command(settings);
         command.envs(variables.iter().copied());

@@ -5,7 +5,7 @@
 //!
 //! More than 400 lines: everything that the one lock guards.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,12 +15,13 @@ use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, OpInfo, RankReport,
 use meshwork_core::hash::{combine, hash};
 use meshwork_core::pool::yield_core;
 use meshwork_core::{Buffer, Call, CommError, DType, Op};
+use rustc_hash::FxHashMap;
 
 use crate::cells::Cells;
-use crate::flight::{Flight, Outgoing, Place};
+use crate::flight::{Course, Flight, Messages, Outgoing, Place};
 use crate::ground::{Claim, Ground};
 use crate::judge::{Bench, SILENCE, To};
-use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
+use crate::packet::{Arrival, Body, Head, Judge, Key, Part, Tell, What};
 use crate::pause::Pause;
 use crate::port::{Hosts, Inbox, Landing, Port, Station};
 
@@ -35,6 +36,10 @@ const LONGEST_SLEEP: Duration = Duration::from_micros(200);
 
 /// Blocks of memory kept for parts of sums.
 const SCRATCH: usize = 32;
+
+/// Courses kept for a group, and the most messages of one that is kept.
+const COURSES: usize = 8;
+const LARGEST_COURSE: usize = 256;
 
 /// How long the ranks of a world wait.
 #[derive(Clone, Copy, Debug)]
@@ -65,21 +70,21 @@ pub(crate) struct Endpoint {
 
 #[derive(Default)]
 struct State {
-    groups: HashMap<u64, Counts>,
-    flights: HashMap<Key, Flight>,
+    groups: FxHashMap<u64, Counts>,
+    flights: FxHashMap<Key, Flight>,
     /// Messages of operations that this rank has not started.
-    early: HashMap<Key, Vec<Early>>,
+    early: FxHashMap<Key, Vec<Early>>,
     /// Messages that wait for memory, or for earlier lanes.
-    later: Vec<(Key, usize, usize, Body)>,
+    later: Vec<Early>,
     /// What large messages are for, by number.
-    landings: HashMap<u64, (Key, usize, usize)>,
+    landings: FxHashMap<u64, (Key, usize, usize)>,
     landed: u64,
     scratch: Vec<Ground>,
     /// The names of groups that were split.
-    group_names: HashMap<u64, Arc<str>>,
-    splits: HashMap<(u64, u64), Part>,
+    group_names: FxHashMap<u64, Arc<str>>,
+    splits: FxHashMap<(u64, u64), Named>,
     /// The hashes of parts that others named before this rank came to the split.
-    early_splits: HashMap<(u64, u64), Vec<(usize, u64)>>,
+    early_splits: FxHashMap<(u64, u64), Vec<(usize, u64)>>,
     waits: Vec<Wait>,
     waited: u64,
     last: Option<Site>,
@@ -101,17 +106,19 @@ struct State {
 }
 
 /// The part of a split that a rank named: its name and world ranks.
-type Part = (String, Vec<usize>);
+type Named = (String, Vec<usize>);
 
-/// A message of an operation that has not started: the rank that sent it, the unit, what it does, the bytes.
-type Early = (usize, u32, Option<Info>, Body);
+/// A message of an operation that has not started.
+type Early = (Part, Body);
 
 /// What this rank has started in a group.
 #[derive(Default)]
 struct Counts {
+    /// Of the shapes that came last.
+    courses: VecDeque<Arc<Course>>,
     collectives: u64,
     /// By sender and receiver, world ranks.
-    messages: HashMap<(usize, usize), u64>,
+    messages: FxHashMap<(usize, usize), u64>,
     splits: u64,
 }
 
@@ -187,13 +194,13 @@ impl Endpoint {
         GroupOf { id: WORLD, name, ranks, member: self.rank, cells }
     }
 
-    fn send(&self, to: usize, what: What, bytes: &Bytes) {
+    fn send(&self, to: usize, what: What) {
         let head = Head { world: self.world, from: self.rank, to, what };
-        self.port.send(self.hosts.process_of(to), head, bytes);
+        self.port.tell(self.hosts.process_of(to), head);
     }
 
     fn tell(&self, state: &State, told: Tell) {
-        self.send(state.judge(self), What::Tell(told), &Bytes::None);
+        self.send(state.judge(self), What::Tell(told));
     }
 
     /// Tells a fault that this rank has found.
@@ -214,35 +221,47 @@ impl Endpoint {
             Op::Recv { from, .. } => Some(((group.ranks[from], self.rank), 1)),
             _ => None,
         };
-        let (seq, ranks, place) = match message {
-            Some((pair, me)) => {
-                (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), (me, self.cells[1].clone()))
+        let course = match counts.courses.iter().find(|course| course.is_for(&call, &info)) {
+            Some(course) => course.clone(),
+            None => {
+                let (ranks, place): (Arc<[usize]>, _) = match message {
+                    Some(((from, to), me)) => ([from, to].into(), (me, self.cells[1].clone())),
+                    None => (group.ranks.clone(), (group.member, group.cells.clone())),
+                };
+                let course = Arc::new(Course::new(&call, info.clone(), ranks, place));
+                if course.messages() <= LARGEST_COURSE {
+                    counts.courses.truncate(COURSES - 1);
+                    counts.courses.push_front(course.clone());
+                }
+                course
             }
-            None => (next(&mut counts.collectives), group.ranks.clone(), (group.member, group.cells.clone())),
         };
+        let seq = next(message.map_or(&mut counts.collectives, |(pair, _)| counts.messages.entry(pair).or_default()));
         let key = Key { group: group.id, message: message.map(|(pair, _)| pair), seq };
-        let site =
-            Site { group: group.name.clone(), group_id: group.id, world_rank: self.rank, seq, op: Some(info.clone()) };
+        let site = Site { group: group.name.clone(), group_id: group.id, world_rank: self.rank, seq, op: Some(info) };
         state.last = Some(site.clone());
         if let Some((fault, _)) = &state.fault {
             return Err(CommError::Stopped { site, fault: fault.clone() });
         }
-        let mut flight = Flight::new(key, site.clone(), info, ranks, place, call)?;
+        let mut flight = Flight::new(key, site.clone(), course, call)?;
         let first = flight.begin(&mut |bytes| scratch_of(&mut state.scratch, bytes));
         self.ship(&mut flight, first);
         state.flights.insert(key, flight);
-        for (from, unit, info, body) in state.early.remove(&key).unwrap_or_default() {
-            self.part(&mut state, from, key, unit, info, body);
+        if !state.early.is_empty() {
+            for (part, body) in state.early.remove(&key).unwrap_or_default() {
+                self.part(&mut state, part, body);
+            }
         }
         self.go_on(&mut state);
         Ok((key, site))
     }
 
     /// Sends messages of an operation. The first one to each member says what it is.
-    fn ship(&self, flight: &mut Flight, messages: Vec<Outgoing>) {
+    fn ship(&self, flight: &mut Flight, messages: Messages) {
         for Outgoing { unit, to, bytes } in messages {
-            let info = flight.info_for(to);
-            self.send(flight.ranks[to], What::Part { key: flight.key, unit: unit as u32, info }, &bytes);
+            let says = flight.says(to);
+            let (world, from, to, key) = (self.world, self.rank, flight.course.ranks[to], flight.key);
+            self.port.send(self.hosts.process_of(to), Part { world, from, to, key, unit, says }, &bytes);
         }
     }
 
@@ -253,27 +272,19 @@ impl Endpoint {
             let Some(arrival) = lock(&self.inbox).pop_front() else { break };
             any = true;
             match arrival {
-                Arrival::Packet(head, body) => self.packet(state, head.from, head.what, body),
+                Arrival::Part(_, body) if state.fault.is_some() => self.port.discard(body),
+                Arrival::Part(part, body) => self.part(state, part, body),
+                Arrival::Told(head) => self.told(state, head.from, head.what),
                 Arrival::Landed(number, claim) => self.landed(state, number, claim),
                 Arrival::Lost(process, why) => self.lost(state, process, &why),
             }
         }
         self.go_on(state);
-        self.with_bench(state, |bench, say| bench.tick(say));
         any
     }
 
-    fn packet(&self, state: &mut State, from: usize, what: What, body: Body) {
+    fn told(&self, state: &mut State, from: usize, what: What) {
         match what {
-            What::Part { key, unit, info } => {
-                if state.fault.is_some() {
-                    self.port.discard(body);
-                } else if state.flights.contains_key(&key) {
-                    self.part(state, from, key, unit, info, body);
-                } else {
-                    state.early.entry(key).or_default().push((from, unit, info, body));
-                }
-            }
             What::Split { parent, seq, part } => match state.splits.contains_key(&(parent, seq)) {
                 true => self.compare_parts(state, (parent, seq), (from, part)),
                 false => state.early_splits.entry((parent, seq)).or_default().push((from, part)),
@@ -294,24 +305,28 @@ impl Endpoint {
         }
     }
 
-    /// A message of an operation that this rank has started.
-    fn part(&self, state: &mut State, from: usize, key: Key, unit: u32, info: Option<Info>, body: Body) {
-        let State { flights, scratch, later, landings, landed, .. } = state;
-        let Some(flight) = flights.get_mut(&key) else { return };
-        let Some(member) = flight.ranks.iter().position(|&rank| rank == from) else { return };
-        if let Some((mine, theirs)) = info.and_then(|theirs| flight.difference(member, &theirs, body.len())) {
+    /// A message of an operation.
+    fn part(&self, state: &mut State, mut part: Part, body: Body) {
+        let State { flights, scratch, later, landings, landed, early, .. } = state;
+        let Some(flight) = flights.get_mut(&part.key) else {
+            early.entry(part.key).or_default().push((part, body));
+            return;
+        };
+        let (from, key, unit, says) = (part.from, part.key, part.unit, part.says.take());
+        let Some(member) = flight.course.ranks.iter().position(|&rank| rank == from) else { return };
+        if let Some((mine, theirs)) = says.and_then(|theirs| flight.difference(member, &theirs, body.len())) {
             let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
             self.port.discard(body);
             return self.found(state, kind, site);
         }
-        let (unit, bytes) = (unit as usize, body.len());
+        let bytes = body.len();
         let far = match &body {
             Body::Far { process, tag, .. } => Some((*process, *tag)),
             _ => None,
         };
         match flight.arrive(unit, member, body, &mut |bytes| scratch_of(scratch, bytes)) {
             Place::Taken => {}
-            Place::Later(body) => later.push((key, unit, member, body)),
+            Place::Later(body) => later.push((part, body)),
             Place::Receive(claim) => {
                 let Some((process, tag)) = far else { return };
                 *landed += 1;
@@ -320,8 +335,8 @@ impl Endpoint {
             }
             Place::Wrong => {
                 // What members say of themselves agrees, so this is a fault of their programs' builds, or of the wire.
-                let (mine, theirs) =
-                    (flight.info.clone(), OpInfo { elements: bytes, dtype: Some(DType::U8), ..flight.info.clone() });
+                let mine = flight.course.info.clone();
+                let theirs = OpInfo { elements: bytes, dtype: Some(DType::U8), ..mine.clone() };
                 let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
                 self.found(state, kind, site);
             }
@@ -337,20 +352,22 @@ impl Endpoint {
 
     /// Does what the operations under way can do now.
     fn go_on(&self, state: &mut State) {
-        for (key, unit, member, body) in std::mem::take(&mut state.later) {
-            let Some(flight) = state.flights.get(&key) else {
-                self.port.discard(body);
-                continue;
-            };
-            let from = flight.ranks[member];
-            self.part(state, from, key, unit as u32, None, body);
+        for (part, body) in std::mem::take(&mut state.later) {
+            match state.flights.contains_key(&part.key) {
+                true => self.part(state, part, body),
+                false => self.port.discard(body),
+            }
         }
         let State { flights, scratch, .. } = state;
+        let mut is_over = false;
         for flight in flights.values_mut() {
             let messages = flight.go_on(&mut |bytes| scratch_of(scratch, bytes));
             self.ship(flight, messages);
+            is_over |= flight.detached && flight.is_done();
         }
-        state.flights.retain(|_, flight| !(flight.detached && flight.is_done()));
+        if is_over {
+            flights.retain(|_, flight| !(flight.detached && flight.is_done()));
+        }
     }
 
     fn lost(&self, state: &mut State, process: usize, why: &str) {
@@ -380,7 +397,7 @@ impl Endpoint {
                 To::Rank(rank) => rank..rank + 1,
             };
             for rank in ranks.filter(|rank| !state.lost.contains_key(rank)) {
-                self.send(rank, What::Judge(said.clone()), &Bytes::None);
+                self.send(rank, What::Judge(said.clone()));
             }
         }
     }
@@ -419,49 +436,51 @@ impl Endpoint {
                 return;
             }
         };
-        self.send(from, What::Tell(told), &Bytes::None);
+        self.send(from, What::Tell(told));
     }
 
     /// Drops what is under way. Memory that messages still use lives until they are over.
     fn stop(&self, state: &mut State) {
         state.flights.clear();
-        let early = std::mem::take(&mut state.early).into_values().flatten().map(|(.., body)| body);
-        let later = std::mem::take(&mut state.later).into_iter().map(|(.., body)| body);
-        early.chain(later).for_each(|body| self.port.discard(body));
+        let early = std::mem::take(&mut state.early).into_values().flatten();
+        early.chain(std::mem::take(&mut state.later)).for_each(|(_, body)| self.port.discard(body));
         state.scratch.clear();
     }
 
-    /// Blocks until an operation is over.
+    /// Blocks until an operation is over. Meanwhile this thread moves the messages of the process.
     pub(crate) fn wait(&self, key: Key, site: &Site) -> Result<Buffer, CommError> {
+        let _driving = self.port.drive();
         if let Some(result) = self.finished(&mut self.lock(), key, site) {
             return result;
         }
-        let number = {
-            let mut state = self.lock();
-            state.waited += 1;
-            let number = state.waited;
-            state.waits.push(Wait { number, key, site: site.clone(), since: Instant::now(), told: None });
-            number
-        };
         let result = yield_core(|| {
-            let mut pause = Pause::new(LONGEST_SLEEP);
+            let (mut pause, mut number) = (Pause::of_rank(LONGEST_SLEEP), None);
             loop {
-                if self.port.poll() {
-                    pause.reset();
-                }
+                let mut any = self.port.poll();
                 let mut state = self.lock();
-                if self.advance_in(&mut state) {
-                    pause.reset();
-                }
+                any |= self.advance_in(&mut state);
                 if let Some(result) = self.finished(&mut state, key, site) {
-                    let told = state.waits.iter().any(|wait| wait.number == number && wait.told.is_some());
-                    state.waits.retain(|wait| wait.number != number);
-                    if told {
+                    if let Some(at) = state.waits.iter().position(|wait| Some(wait.number) == number)
+                        && let Wait { told: Some(_), number, .. } = state.waits.remove(at)
+                    {
                         self.tell(&state, Tell::Goes { number });
                     }
                     return result;
                 }
-                self.tell_wait(&mut state, number);
+                if any {
+                    pause.reset();
+                }
+                // Short waits are nobody's business.
+                if pause.is_long() {
+                    self.with_bench(&mut state, |bench, say| bench.tick(say));
+                    let number = *number.get_or_insert_with(|| {
+                        state.waited += 1;
+                        let (number, site) = (state.waited, site.clone());
+                        state.waits.push(Wait { number, key, site, since: Instant::now(), told: None });
+                        number
+                    });
+                    self.tell_wait(&mut state, number);
+                }
                 drop(state);
                 pause.rest();
             }
@@ -575,7 +594,7 @@ impl Endpoint {
         let leader = part.1[0];
         let told: Vec<usize> = if leader == self.rank { part.1[1..].to_vec() } else { vec![leader] };
         for rank in told {
-            self.send(rank, What::Split { parent: parent.id, seq, part: hash_of(&part) }, &Bytes::None);
+            self.send(rank, What::Split { parent: parent.id, seq, part: hash_of(&part) });
         }
         for theirs in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
             self.compare_parts(&mut state, (parent.id, seq), theirs);
@@ -598,11 +617,11 @@ impl Endpoint {
         if hash_of(own) != theirs {
             let (name, ranks) = own.clone();
             state.found = true;
-            self.send(from, What::Named { parent, seq, name, ranks }, &Bytes::None);
+            self.send(from, What::Named { parent, seq, name, ranks });
         }
     }
 
-    fn parts_differ(&self, state: &mut State, (parent, seq): (u64, u64), own: Part, (from, theirs): (usize, Part)) {
+    fn parts_differ(&self, state: &mut State, (parent, seq): (u64, u64), own: Named, (from, theirs): (usize, Named)) {
         let (mine, theirs) = ((self.rank, own.0, own.1), (from, theirs.0, theirs.1));
         let (first, second) = if mine.0 < theirs.0 { (mine, theirs) } else { (theirs, mine) };
         let group = state.group_names.get(&parent).cloned().unwrap_or_else(|| self.name.clone());
@@ -618,7 +637,7 @@ impl Endpoint {
         state.forks += 1;
         let fork = self.forked(&mut state, number, name);
         if self.rank != 0 {
-            self.send(0, What::Tell(Tell::Forks { number, name: name.to_owned() }), &Bytes::None);
+            self.send(0, What::Tell(Tell::Forks { number, name: name.to_owned() }));
         }
         fork
     }
@@ -671,13 +690,14 @@ impl Endpoint {
 
     /// Waits until all ranks have ended, and after a fault at most for the timeout: how they did.
     pub(crate) fn wait_for_ends(&self) -> Ended {
-        let (begun, mut pause) = (Instant::now(), Pause::new(LONGEST_SLEEP));
+        let (_driving, begun, mut pause) = (self.port.drive(), Instant::now(), Pause::of_rank(LONGEST_SLEEP));
         loop {
             let any = self.port.poll();
             let mut state = self.lock();
             if self.advance_in(&mut state) || any {
                 pause.reset();
             }
+            self.with_bench(&mut state, |bench, say| bench.tick(say));
             if begun.elapsed() >= PATIENCE && state.over.is_none() {
                 self.mind_judge(&mut state);
             }
@@ -709,12 +729,12 @@ impl Station for Endpoint {
         &self.inbox
     }
 
-    fn advance(&self) -> bool {
-        self.advance_in(&mut self.lock())
-    }
-
-    fn is_busy(&self) -> bool {
-        !self.lock().flights.is_empty()
+    fn advance(&self) -> (bool, bool) {
+        // A rank that waits does it itself.
+        let Ok(mut state) = self.state.try_lock() else { return (false, true) };
+        let any = self.advance_in(&mut state);
+        self.with_bench(&mut state, |bench, say| bench.tick(say));
+        (any, !state.flights.is_empty())
     }
 
     fn is_over(&self) -> bool {
@@ -726,10 +746,10 @@ impl Station for Endpoint {
 fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
     let what = What::Tell(Tell::Missing { rank, how: how.clone() });
     let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
-    lock(&fork.inbox).push_back(Arrival::Packet(Box::new(head), Body::Here(Vec::new(), 0)));
+    lock(&fork.inbox).push_back(Arrival::Told(Box::new(head)));
 }
 
-fn hash_of((name, ranks): &Part) -> u64 {
+fn hash_of((name, ranks): &Named) -> u64 {
     let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
     combine(hash(name.as_bytes()), hash(&bytes))
 }

@@ -51,6 +51,17 @@ pub enum MpiError {
         /// The library's words for it.
         message: String,
     },
+    /// A process of the launch does not join.
+    #[error(
+        "{library} has waited for the other processes for {seconds} s: one of them has ended, hangs, or has loaded another library, of another \
+         MPI; what they say tells which"
+    )]
+    Alone {
+        /// The library.
+        library: String,
+        /// How long it waited.
+        seconds: u64,
+    },
     /// The thread that talks to MPI did not start.
     #[error("the thread for MPI did not start: {0}")]
     Thread(String),

@@ -8,55 +8,106 @@ use std::sync::Arc;
 
 use meshwork_core::comm::thread::{Part, reduce_parts};
 use meshwork_core::comm::{OpInfo, Peer, Site};
-use meshwork_core::{Buffer, BufferError, Call, DType, OpKind};
+use meshwork_core::hash::{combine, hash};
+use meshwork_core::{Buffer, BufferError, Call, DType, Op, OpKind};
+use smallvec::{SmallVec, smallvec};
 
 use crate::cells::{Cells, Nodes, element_of};
 use crate::ground::{Claim, Ground};
-use crate::packet::{Body, Bytes, Info, Key};
+use crate::packet::{Body, Bytes, Key, Says};
 use crate::plan::{Dest, Plan, Source, Step, Then};
 
 /// Lanes of a reduction whose parts may arrive at the same time: the others wait at their senders.
 const WINDOW: usize = 4;
 
-/// An operation under way.
-pub(crate) struct Flight {
-    pub(crate) key: Key,
-    pub(crate) site: Site,
+/// What a member does in all operations of one shape, which it prepares once.
+#[derive(Debug)]
+pub(crate) struct Course {
+    op: Op,
     pub(crate) info: OpInfo,
     plan: Plan,
     /// World ranks of the members.
     pub(crate) ranks: Arc<[usize]>,
     dtype: DType,
+    units: Vec<Way>,
+    /// The sums that this member takes, by lane.
+    sums: SmallVec<[usize; 1]>,
+    hash: u64,
+    written: Arc<[u8]>,
+}
+
+/// What a member does in a unit.
+#[derive(Debug)]
+struct Way {
+    steps: Vec<Step>,
+    /// What arrives in all steps, by member: the step, and what to do with it.
+    awaited: Vec<(usize, usize, Dest)>,
+    /// The messages that arrive in each step.
+    missing: SmallVec<[usize; 2]>,
+}
+
+/// An operation under way.
+pub(crate) struct Flight {
+    pub(crate) key: Key,
+    pub(crate) site: Site,
+    pub(crate) course: Arc<Course>,
     input: Option<Arc<Buffer>>,
     output: Option<Ground>,
-    units: Vec<Unit>,
+    units: SmallVec<[Unit; 2]>,
     /// Units that are not over.
-    open: Vec<usize>,
+    open: SmallVec<[usize; 2]>,
     /// The sums that this member has not taken, by lane, and the first lane that has any.
-    sums: Vec<usize>,
+    sums: SmallVec<[usize; 1]>,
     summing: usize,
     /// Members to whom it has said what it does, and who have said it.
-    told: BTreeSet<usize>,
-    heard: BTreeSet<usize>,
+    told: Members,
+    heard: Members,
     /// Whether nobody will wait for it.
     pub(crate) detached: bool,
 }
 
 /// A unit of the plan under way.
 struct Unit {
-    steps: Vec<Step>,
     /// The step that it is in, and whether its messages have been sent.
     at: usize,
     sent: bool,
-    /// What arrives in all steps, by member: the step, and what to do with it; taken once it has arrived.
-    awaited: Vec<(usize, usize, Option<Dest>)>,
+    /// Of what is awaited, by its place: what has arrived.
+    arrived: Members,
     /// Messages that have not arrived, in each step.
-    missing: Vec<usize>,
+    missing: SmallVec<[usize; 2]>,
     /// Sums of nodes that have arrived, by the step in which they are added up.
     parts: Vec<(usize, Nodes, Body)>,
     /// What this member has added up.
     joined: Option<(Nodes, Bytes)>,
 }
+
+/// A set of members, or of other small numbers: one bit for each.
+#[derive(Debug, Default)]
+struct Members(SmallVec<[u64; 1]>);
+
+impl Members {
+    fn contains(&self, member: usize) -> bool {
+        self.0.get(member / 64).is_some_and(|word| word & 1 << (member % 64) != 0)
+    }
+
+    /// Adds a member. Whether it was not there.
+    fn insert(&mut self, member: usize) -> bool {
+        if self.0.len() <= member / 64 {
+            self.0.resize(member / 64 + 1, 0);
+        }
+        let (word, bit) = (&mut self.0[member / 64], 1 << (member % 64));
+        let new = *word & bit == 0;
+        *word |= bit;
+        new
+    }
+
+    fn iter(&self) -> impl Iterator<Item = usize> {
+        (0..64 * self.0.len()).filter(|&member| self.contains(member))
+    }
+}
+
+/// Messages that are sent.
+pub(crate) type Messages = SmallVec<[Outgoing; 2]>;
 
 /// A message that is sent.
 pub(crate) struct Outgoing {
@@ -77,63 +128,76 @@ pub(crate) enum Place {
     Wrong,
 }
 
-impl Unit {
-    fn new(steps: Vec<Step>) -> Unit {
+impl Way {
+    fn new(mut steps: Vec<Step>) -> Way {
         let missing = steps.iter().map(|step| step.receives.len()).collect();
-        let mut unit =
-            Unit { at: 0, sent: false, awaited: Vec::new(), missing, parts: Vec::new(), joined: None, steps };
-        for (at, step) in unit.steps.iter_mut().enumerate() {
-            unit.awaited.extend(step.receives.drain(..).map(|(from, dest)| (from, at, Some(dest))));
+        let mut awaited = Vec::new();
+        for (at, step) in steps.iter_mut().enumerate() {
+            awaited.extend(step.receives.drain(..).map(|(from, dest)| (from, at, dest)));
         }
-        unit.awaited.sort_unstable_by_key(|(from, ..)| *from);
-        unit
+        awaited.sort_unstable_by_key(|(from, ..)| *from);
+        Way { steps, awaited, missing }
+    }
+}
+
+/// A hash that two members' operations have in common if they [agree](OpInfo::agrees), and otherwise not.
+fn agreement(info: &OpInfo) -> u64 {
+    let (message, exchange) = (matches!(info.kind, OpKind::Send | OpKind::Recv), info.kind == OpKind::AllToAll);
+    let kind = if message { OpKind::Send } else { info.kind };
+    let all = |it: Option<u64>| it.filter(|_| !(message || exchange)).map_or(0, |it| it + 1);
+    let peer = info.peer.map(|peer| match peer {
+        Peer::Root(rank) | Peer::To(rank) | Peer::From(rank) => rank as u64,
+    });
+    let caller = info.caller.as_ref().filter(|_| !message).map_or(0, |caller| hash(caller.name.as_bytes()));
+    let signature = info.signature.filter(|_| !exchange);
+    let small =
+        kind as u64 | all(info.reduce.map(|it| it as u64)) << 8 | info.dtype.map_or(0, |it| it as u64 + 1) << 16;
+    let elements = if exchange { 0 } else { info.elements as u64 };
+    let signed = signature.is_some() as u64;
+    [elements, all(peer), caller, signed, signature.unwrap_or_default()].into_iter().fold(small, combine)
+}
+
+impl Course {
+    pub(crate) fn new(call: &Call, info: OpInfo, ranks: Arc<[usize]>, (me, cells): (usize, Arc<Cells>)) -> Course {
+        let plan = Plan::new(call, me, cells);
+        let units: Vec<Way> = (0..plan.units()).map(|unit| Way::new(plan.steps(unit))).collect();
+        let mut sums = smallvec![0; units.len().checked_sub(1).map_or(0, |last| plan.lane_of(last) + 1)];
+        for (number, unit) in units.iter().enumerate() {
+            sums[plan.lane_of(number)] += unit.steps.iter().filter(|step| step.then != Then::Nothing).count();
+        }
+        // Plain data in memory can always be written.
+        let written = postcard::to_allocvec(&info).unwrap_or_default().into();
+        let (op, dtype, hash) = (call.op.clone(), info.dtype.unwrap_or(DType::U8), agreement(&info));
+        Course { op, info, plan, ranks, dtype, units, sums, hash, written }
     }
 
-    /// What to do with the message of a member. A member sends at most one.
-    fn from(&mut self, from: usize) -> Option<(usize, &mut Option<Dest>)> {
-        let at = self.awaited.binary_search_by_key(&from, |(from, ..)| *from).ok()?;
-        let (_, step, dest) = &mut self.awaited[at];
-        Some((*step, dest))
+    /// Whether a call has this shape.
+    pub(crate) fn is_for(&self, call: &Call, info: &OpInfo) -> bool {
+        self.op == call.op && self.info == *info
+    }
+
+    /// About how many messages it has.
+    pub(crate) fn messages(&self) -> usize {
+        let sends = |way: &Way| way.steps.iter().map(|step| step.sends.len()).sum::<usize>();
+        self.units.iter().map(|way| way.awaited.len() + sends(way)).sum()
     }
 }
 
 impl Flight {
-    pub(crate) fn new(
-        key: Key,
-        site: Site,
-        info: OpInfo,
-        ranks: Arc<[usize]>,
-        (me, cells): (usize, Arc<Cells>),
-        call: Call,
-    ) -> Result<Flight, BufferError> {
-        let plan = Plan::new(&call, me, cells);
-        let dtype = info.dtype.unwrap_or(DType::U8);
+    pub(crate) fn new(key: Key, site: Site, course: Arc<Course>, call: Call) -> Result<Flight, BufferError> {
         let input = call.input.map(|input| input.as_bytes().map(drop).map(|()| Arc::new(input))).transpose()?;
         let output = call.output.map(Ground::new).transpose()?;
-        let units: Vec<Unit> = (0..plan.units()).map(|unit| Unit::new(plan.steps(unit))).collect();
-        let mut sums = vec![0; units.len().checked_sub(1).map_or(0, |last| plan.lane_of(last) + 1)];
-        for (number, unit) in units.iter().enumerate() {
-            sums[plan.lane_of(number)] += unit.steps.iter().filter(|step| step.then != Then::Nothing).count();
-        }
-        let (open, summing, detached) = (plan.order().collect(), 0, false);
-        let (told, heard) = (BTreeSet::new(), BTreeSet::new());
-        Ok(Flight {
-            key,
-            site,
-            info,
-            plan,
-            ranks,
-            dtype,
-            input,
-            output,
-            units,
-            open,
-            sums,
-            summing,
-            told,
-            heard,
-            detached,
-        })
+        let unit = |way: &Way| Unit {
+            at: 0,
+            sent: false,
+            arrived: Members::default(),
+            missing: way.missing.clone(),
+            parts: Vec::new(),
+            joined: None,
+        };
+        let (units, open) = (course.units.iter().map(unit).collect(), course.plan.order().collect());
+        let (told, heard, sums) = (Members::default(), Members::default(), course.sums.clone());
+        Ok(Flight { key, site, course, input, output, units, open, sums, summing: 0, told, heard, detached: false })
     }
 
     /// The bytes that are sent; `None` while they are in use.
@@ -160,11 +224,12 @@ impl Flight {
     }
 
     /// Starts the operation: what it sends first.
-    pub(crate) fn begin(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Vec<Outgoing> {
-        if let (Some((from, to)), Some(input), Some(output)) = (self.plan.copies(), &self.input, &self.output)
-            && let (Ok(input), Some(mut output)) = (input.as_bytes(), output.claim(to))
+    pub(crate) fn begin(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Messages {
+        if let (Some((from, to)), Some(input), Some(output)) =
+            (self.course.plan.copies(), &self.input, &mut self.output)
+            && let Ok(input) = input.as_bytes()
         {
-            output.copy_from_slice(&input[from]);
+            output.write(to, &input[from]);
         }
         self.go_on(scratch)
     }
@@ -178,71 +243,71 @@ impl Flight {
         scratch: &mut impl FnMut(usize) -> Option<Claim>,
     ) -> Place {
         self.heard.insert(from);
-        let is_late = !self.sums.is_empty() && self.plan.lane_of(number) >= self.summing + WINDOW;
-        let Some(unit) = self.units.get_mut(number) else { return Place::Wrong };
+        let course = self.course.clone();
+        let is_late = !self.sums.is_empty() && course.plan.lane_of(number) >= self.summing + WINDOW;
+        let Some((place, step, dest)) = self.awaits(&course, number, from) else { return Place::Wrong };
         let bytes = body.len();
-        let whole = self.output.as_ref();
-        let Some((step, dest)) = unit.from(from) else { return Place::Wrong };
-        match dest.as_ref() {
-            Some(Dest::Nothing) if bytes == 0 => {}
-            Some(Dest::Output(range)) if bytes == range.len() => {
-                let Some(mut claim) = whole.and_then(|output| output.claim(range.clone())) else {
-                    return Place::Later(body);
-                };
+        match dest {
+            Dest::Nothing if bytes == 0 => {}
+            Dest::Output(range) if bytes == range.len() => {
+                let Some(output) = &mut self.output else { return Place::Wrong };
                 match body.bytes() {
-                    Some(bytes) => claim.copy_from_slice(bytes),
-                    None => return Place::Receive(claim),
+                    Some(bytes) if output.write(range.clone(), bytes) => {}
+                    Some(_) => return Place::Later(body),
+                    None => return output.claim(range.clone()).map_or(Place::Later(body), Place::Receive),
                 }
             }
-            Some(Dest::Outputs(ranges)) if bytes == ranges.iter().map(Range::len).sum::<usize>() => {
-                let Some(mut bytes) = body.bytes() else { return Place::Wrong };
+            Dest::Outputs(ranges) if bytes == ranges.iter().map(Range::len).sum::<usize>() => {
+                let (Some(mut bytes), Some(output)) = (body.bytes(), &mut self.output) else { return Place::Wrong };
                 for range in ranges {
-                    let Some(mut claim) = whole.and_then(|output| output.claim(range.clone())) else {
-                        return Place::Later(body);
-                    };
                     let (own, rest) = bytes.split_at(range.len());
-                    claim.copy_from_slice(own);
+                    if !output.write(range.clone(), own) {
+                        return Place::Later(body);
+                    }
                     bytes = rest;
                 }
             }
-            Some(Dest::Sums(nodes)) if bytes == self.plan.bytes_of(number, nodes, self.dtype) => {
-                let nodes = nodes.clone();
-                match body {
-                    Body::Far { .. } if is_late => return Place::Later(body),
-                    Body::Far { .. } => return scratch(bytes).map_or(Place::Wrong, Place::Receive),
-                    body => unit.parts.push((step, nodes, body)),
-                }
-            }
+            Dest::Sums(nodes) if bytes == course.plan.bytes_of(number, nodes, course.dtype) => match body {
+                Body::Far { .. } if is_late => return Place::Later(body),
+                Body::Far { .. } => return scratch(bytes).map_or(Place::Wrong, Place::Receive),
+                body => self.units[number].parts.push((step, nodes.clone(), body)),
+            },
             _ => return Place::Wrong,
         }
-        self.arrived(number, from);
+        self.arrived(number, place, step);
         Place::Taken
+    }
+
+    /// What a unit awaits of a member, which sends at most one message, if that has not arrived: its place among all
+    /// that is awaited, the step, and what to do with it.
+    fn awaits<'a>(&self, course: &'a Course, number: usize, from: usize) -> Option<(usize, usize, &'a Dest)> {
+        let way = course.units.get(number)?;
+        let place = way.awaited.binary_search_by_key(&from, |(from, ..)| *from).ok()?;
+        let (_, step, dest) = &way.awaited[place];
+        (!self.units[number].arrived.contains(place)).then_some((place, *step, dest))
     }
 
     /// The bytes of a message have landed in the memory that [`arrive`](Self::arrive) gave for them.
     pub(crate) fn landed(&mut self, number: usize, from: usize, claim: Claim) {
-        let unit = &mut self.units[number];
-        if let Some((step, Some(Dest::Sums(nodes)))) = unit.from(from) {
-            let nodes = nodes.clone();
-            unit.parts.push((step, nodes, Body::Near(Bytes::Claim(Arc::new(claim)))));
+        let course = self.course.clone();
+        let Some((place, step, dest)) = self.awaits(&course, number, from) else { return };
+        if let Dest::Sums(nodes) = dest {
+            self.units[number].parts.push((step, nodes.clone(), Body::Near(Bytes::Claim(Arc::new(claim)))));
         }
-        self.arrived(number, from);
+        self.arrived(number, place, step);
     }
 
-    fn arrived(&mut self, number: usize, from: usize) {
+    fn arrived(&mut self, number: usize, place: usize, step: usize) {
         let unit = &mut self.units[number];
-        if let Some((step, dest)) = unit.from(from)
-            && dest.take().is_some()
-        {
-            unit.missing[step] -= 1;
-        }
+        unit.arrived.insert(place);
+        unit.missing[step] -= 1;
     }
 
     /// Does what can be done now: sends, and takes sums.
-    pub(crate) fn go_on(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Vec<Outgoing> {
-        let mut messages = Vec::new();
+    pub(crate) fn go_on(&mut self, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> Messages {
+        let (mut messages, course) = (SmallVec::new(), self.course.clone());
         let mut open = std::mem::take(&mut self.open);
-        open.retain(|&number| !self.step(number, &mut messages, scratch));
+        open.retain(|number| !self.step(&course, *number, &mut messages, scratch));
         self.open = open;
         while self.sums.get(self.summing) == Some(&0) {
             self.summing += 1;
@@ -253,11 +318,12 @@ impl Flight {
     /// Takes the steps of a unit that can be taken. Whether it is over.
     fn step(
         &mut self,
+        course: &Course,
         number: usize,
-        messages: &mut Vec<Outgoing>,
+        messages: &mut Messages,
         scratch: &mut impl FnMut(usize) -> Option<Claim>,
     ) -> bool {
-        while let Some(step) = self.units[number].steps.get(self.units[number].at) {
+        while let Some(step) = course.units[number].steps.get(self.units[number].at) {
             let at = self.units[number].at;
             if !self.units[number].sent {
                 let before = messages.len();
@@ -279,7 +345,7 @@ impl Flight {
                 }
                 self.units[number].sent = true;
             }
-            if self.units[number].missing[at] > 0 || !self.sum(number, scratch) {
+            if self.units[number].missing[at] > 0 || !self.sum(course, number, scratch) {
                 return false;
             }
             let unit = &mut self.units[number];
@@ -291,16 +357,16 @@ impl Flight {
     }
 
     /// Adds up what a unit has, if its step says so; false while memory is in use.
-    fn sum(&mut self, number: usize, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> bool {
-        let unit = &self.units[number];
-        let (own, result) = match &unit.steps[unit.at].then {
+    fn sum(&mut self, course: &Course, number: usize, scratch: &mut impl FnMut(usize) -> Option<Claim>) -> bool {
+        let (plan, dtype, unit) = (&course.plan, course.dtype, &self.units[number]);
+        let (own, result) = match &course.units[number].steps[unit.at].then {
             Then::Nothing => return true,
             Then::Join { own, nodes } => (own, Err(nodes)),
             Then::Finish { own, into } => (own, Ok(into)),
         };
-        let (Some(reduce), Some(output)) = (self.plan.reduce, &self.output) else { return true };
+        let (Some(reduce), Some(output)) = (plan.reduce, &self.output) else { return true };
         // In place the result's memory has this member's part.
-        let me = self.plan.me;
+        let me = plan.me;
         let in_place = self.input.is_none() && result.is_ok() && unit.joined.is_none();
         let mine = match (&unit.joined, in_place) {
             (Some(_), _) | (None, true) => None,
@@ -309,13 +375,13 @@ impl Flight {
                 None => return false,
             },
         };
-        let element = self.plan.element();
+        let element = plan.element();
         let mut parts: Vec<Part<'_>> = Vec::new();
         let arrived = unit.parts.iter().filter(|(step, ..)| *step <= unit.at);
         let arrived = arrived.map(|(_, nodes, body)| (nodes, body.bytes().unwrap_or_default()));
         for (nodes, mut rest) in arrived.chain(unit.joined.iter().map(|(nodes, bytes)| (nodes, bytes.as_ref()))) {
             for node in nodes.iter() {
-                let (bytes, others) = rest.split_at(own.len() / element * element_of(node, self.dtype));
+                let (bytes, others) = rest.split_at(own.len() / element * element_of(node, dtype));
                 parts.push(Part { ranks: node.clone(), bytes: Some(bytes) });
                 rest = others;
             }
@@ -327,18 +393,18 @@ impl Flight {
         let joined = match result {
             Ok(into) => {
                 let Some(mut into) = output.claim(into.clone()) else { return false };
-                reduce_parts(reduce, self.dtype, &parts, &mut into, true);
+                reduce_parts(reduce, dtype, &parts, &mut into, true);
                 None
             }
             Err(nodes) => {
-                let Some(mut into) = scratch(self.plan.bytes_of(number, nodes, self.dtype)) else { return false };
+                let Some(mut into) = scratch(plan.bytes_of(number, nodes, dtype)) else { return false };
                 let (mut rest, mut parts) = (&mut *into, &*parts);
                 for node in nodes.iter() {
-                    let (sum, others) = rest.split_at_mut(own.len() / element * element_of(node, self.dtype));
+                    let (sum, others) = rest.split_at_mut(own.len() / element * element_of(node, dtype));
                     let (of_node, more) = parts.split_at(parts.partition_point(|part| part.ranks.start < node.end));
                     match of_node {
                         [Part { bytes: Some(bytes), .. }] => sum.copy_from_slice(bytes),
-                        _ => reduce_parts(reduce, self.dtype, of_node, sum, false),
+                        _ => reduce_parts(reduce, dtype, of_node, sum, false),
                     }
                     (rest, parts) = (others, more);
                 }
@@ -349,7 +415,7 @@ impl Flight {
         let at = unit.at;
         unit.parts.retain(|(step, ..)| *step > at);
         unit.joined = joined;
-        self.sums[self.plan.lane_of(number)] -= 1;
+        self.sums[plan.lane_of(number)] -= 1;
         true
     }
 
@@ -362,7 +428,7 @@ impl Flight {
 
     /// The buffer that the member gets back from an operation that is done.
     pub(crate) fn into_result(self) -> Buffer {
-        let buffer = match self.info.kind {
+        let buffer = match self.course.info.kind {
             OpKind::Send => self.input.and_then(Arc::into_inner),
             _ => self.output.and_then(Ground::into_buffer),
         };
@@ -372,32 +438,40 @@ impl Flight {
     /// World ranks without which it cannot go on: those that have not come, else those whose bytes have not, else those
     /// that may not have taken this one's.
     pub(crate) fn lacks(&self) -> Vec<usize> {
-        let open = self.open.iter().flat_map(|&unit| &self.units[unit].awaited);
-        let late: BTreeSet<usize> = open.filter(|(.., dest)| dest.is_some()).map(|(from, ..)| *from).collect();
-        let missing: BTreeSet<usize> = late.difference(&self.heard).copied().collect();
+        let mut late = BTreeSet::new();
+        for &number in &self.open {
+            let (way, arrived) = (&self.course.units[number], &self.units[number].arrived);
+            let all = way.awaited.iter().enumerate().filter(|(place, _)| !arrived.contains(*place));
+            late.extend(all.map(|(_, (from, ..))| *from));
+        }
+        let missing: BTreeSet<usize> = late.iter().copied().filter(|&from| !self.heard.contains(from)).collect();
         let members = [missing, late].into_iter().find(|members| !members.is_empty());
-        members.as_ref().unwrap_or(&self.told).iter().map(|&member| self.ranks[member]).collect()
+        members.unwrap_or_else(|| self.told.iter().collect()).into_iter().map(|it| self.course.ranks[it]).collect()
     }
 
     /// What this member tells another one of the operation, once.
-    pub(crate) fn info_for(&mut self, to: usize) -> Option<Info> {
-        let expects = self.plan.uneven(to).map(|(_, expects)| expects);
-        self.told.insert(to).then(|| Info { op: self.info.clone(), expects })
+    pub(crate) fn says(&mut self, to: usize) -> Option<Says> {
+        let Course { plan, hash, written, .. } = &*self.course;
+        let says = || Says { hash: *hash, expects: plan.uneven(to).map(|(_, expects)| expects), op: written.clone() };
+        self.told.insert(to).then(says)
     }
 
     /// This member's and another one's operations, as far as they differ: from what that one says, and from its first
     /// message, of this many bytes.
-    pub(crate) fn difference(&self, from: usize, theirs: &Info, bytes: usize) -> Option<(OpInfo, OpInfo)> {
-        if !self.info.agrees(&theirs.op) {
-            return Some((self.info.clone(), theirs.op.clone()));
+    pub(crate) fn difference(&self, from: usize, theirs: &Says, bytes: usize) -> Option<(OpInfo, OpInfo)> {
+        let Course { info, plan, ranks, hash, .. } = &*self.course;
+        if *hash != theirs.hash {
+            // Another build would write otherwise; the handshake of a run tells it.
+            let theirs = postcard::from_bytes(&theirs.op).unwrap_or_else(|_| info.clone());
+            return Some((info.clone(), theirs));
         }
-        let ((sends, expected), expects) = (self.plan.uneven(from)?, theirs.expects?);
-        let (me, them) = (self.site.world_rank, self.ranks[from]);
-        let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..self.info.clone() };
+        let ((sends, expected), expects) = (plan.uneven(from)?, theirs.expects?);
+        let (me, them) = (self.site.world_rank, ranks[from]);
+        let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..info.clone() };
         if sends != expects {
             return Some((part(sends, Peer::To(them)), part(expects, Peer::From(me))));
         }
-        let sent = bytes / self.plan.element();
+        let sent = bytes / plan.element();
         (sent != expected).then(|| (part(expected, Peer::From(them)), part(sent, Peer::To(me))))
     }
 }
@@ -407,7 +481,8 @@ mod tests {
     use std::collections::{BTreeMap, HashMap, VecDeque};
 
     use super::*;
-    use meshwork_core::{Op, ReduceOp};
+    use meshwork_core::ReduceOp;
+    use meshwork_core::comm::Caller;
     use meshwork_testkit::Rng;
 
     /// What members of a group in these processes get of their calls, and the bytes between processes. Messages arrive
@@ -421,7 +496,8 @@ mod tests {
             call.check(me, members).unwrap();
             let info = call.info(&ranks);
             let site = Site { group: "world".into(), group_id: 0, world_rank: me, seq: 0, op: Some(info.clone()) };
-            Flight::new(key, site, info, ranks.clone(), (me, cells.clone()), call).unwrap()
+            let course = Course::new(&call, info, ranks.clone(), (me, cells.clone()));
+            Flight::new(key, site, Arc::new(course), call).unwrap()
         };
         let mut flights: Vec<Flight> = calls.into_iter().enumerate().map(flight).collect();
         let mut scratch = |bytes| Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim_first(bytes);
@@ -438,7 +514,7 @@ mod tests {
                     let crosses = processes[me] != processes[to];
                     between += if crosses { bytes.as_ref().len() } else { 0 };
                     let body = match bytes.as_ref().len() {
-                        ..=crate::wire::EAGER => Body::Here(bytes.as_ref().to_vec(), 0),
+                        ..=crate::wire::EAGER => Body::Here(bytes.as_ref().into(), 0),
                         bytes if crosses => {
                             tags += 1;
                             Body::Far { process: processes[me], tag: tags, bytes }
@@ -466,12 +542,12 @@ mod tests {
                         flights[*to].landed(unit, *from, claim);
                     }
                     Place::Later(body) => way.push_front((unit, body)),
-                    Place::Wrong => panic!("{from} to {to}, unit {unit} of {:?}", flights[*to].info),
+                    Place::Wrong => panic!("{from} to {to}, unit {unit} of {:?}", flights[*to].course.info),
                 }
             }
         }
         let ended = |flight: Flight| {
-            assert!(flight.is_done(), "{:?}", flight.info);
+            assert!(flight.is_done(), "{:?}", flight.course.info);
             assert!(flight.lacks().len() < members);
             flight.into_result()
         };
@@ -568,6 +644,36 @@ mod tests {
             }
         }
         every_collective(&[0, 0, 1], DType::F32, 270_001); // several lanes
+    }
+
+    #[test]
+    fn hashes_are_equal_where_operations_agree_and_nowhere_else() {
+        let caller = |name: &str, about: &str| Some(Arc::new(Caller { name: name.into(), about: Some(about.into()) }));
+        let mut infos = Vec::new();
+        for kind in [OpKind::AllReduce, OpKind::AllToAll, OpKind::Broadcast, OpKind::Send, OpKind::Recv] {
+            let info = |elements, caller| {
+                let (reduce, dtype, peer, signature) = (None, Some(DType::F32), None, None);
+                OpInfo { kind, reduce, dtype, elements, peer, signature, caller }
+            };
+            infos.extend([
+                info(1, None),
+                info(2, caller("a", "x")),
+                info(2, caller("a", "y")),
+                info(2, caller("b", "x")),
+            ]);
+            infos.push(OpInfo { dtype: None, ..info(1, None) });
+            infos.push(OpInfo { dtype: Some(DType::Bf16), ..info(1, None) });
+            infos.extend([ReduceOp::Sum, ReduceOp::Max].map(|it| OpInfo { reduce: Some(it), ..info(1, None) }));
+            infos.extend([0, 1].map(|it| OpInfo { signature: Some(it), ..info(1, None) }));
+            // Messages have peers of their own kind, which agreement does not look at.
+            infos.extend([0, 1].map(|it| OpInfo { peer: Some(Peer::Root(it)), ..info(1, None) }));
+        }
+        for (a, b) in infos.iter().flat_map(|a| infos.iter().map(move |b| (a, b))) {
+            // Two senders, or two receivers, never meet.
+            if (a.kind, b.kind) != (OpKind::Send, OpKind::Send) && (a.kind, b.kind) != (OpKind::Recv, OpKind::Recv) {
+                assert_eq!(agreement(a) == agreement(b), a.agrees(b), "{a} and {b}: {a:?} {b:?}");
+            }
+        }
     }
 
     /// Between two processes of four ranks, and four processes of three, whose subtrees do not lie inside: the bytes

@@ -63,6 +63,20 @@ impl Ground {
         if bytes <= self.0.bytes { self.claim(0..bytes) } else { None }
     }
 
+    /// Writes these bytes; false while a claim overlaps the range.
+    pub(crate) fn write(&mut self, range: Range<usize>, bytes: &[u8]) -> bool {
+        if let Some(owner) = Arc::get_mut(&mut self.0) {
+            assert!(range.start <= range.end && range.end <= owner.bytes, "{range:?} of {} bytes", owner.bytes);
+            // SAFETY: the range is within the bytes at `at`, which live as long as the owner does. No claim is left, as
+            // each holds the owner, so nothing else reads or writes them.
+            unsafe { std::slice::from_raw_parts_mut(owner.at.add(range.start), range.len()) }.copy_from_slice(bytes);
+            return true;
+        }
+        let Some(mut claim) = self.claim(range) else { return false };
+        claim.copy_from_slice(bytes);
+        true
+    }
+
     /// Whether no claim is left.
     pub(crate) fn is_free(&self) -> bool {
         Arc::strong_count(&self.0) == 1

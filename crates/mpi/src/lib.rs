@@ -21,6 +21,7 @@
 //!
 //! Unsafe code: `library` calls MPI; `wire` keeps its requests' memory; `ground` hands out disjoint parts of a buffer.
 
+mod block;
 mod cells;
 mod communicator;
 mod endpoint;

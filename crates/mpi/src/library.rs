@@ -123,6 +123,11 @@ impl fmt::Debug for Library {
     }
 }
 
+/// Settings of Open MPI 5 and 4: the bytes that it sends through shared memory without asking the receiver first. By
+/// default a message of 4 KiB with its head is too long, and takes four times as long.
+const EAGER_OF_OPEN_MPI: [(&str, &str); 2] =
+    [("OMPI_MCA_btl_sm_eager_limit", "8192"), ("OMPI_MCA_btl_vader_eager_limit", "8192")];
+
 /// The names of libraries.
 const NAMES: [(Kind, &str); 3] =
     [(Kind::Standard, "libmpi_abi.so.1"), (Kind::Mpich, "libmpi.so.12"), (Kind::OpenMpi, "libmpi.so.40")];
@@ -152,7 +157,7 @@ impl Library {
     pub fn open(path: &Path) -> Result<Library, MpiError> {
         let fail = |problem: String| MpiError::Library { path: path.to_owned(), problem };
         // SAFETY: what the library does when it is loaded is what it does in every program that links it.
-        let library = unsafe { open_global(path) }.map_err(|error| fail(error.to_string()))?;
+        let library = unsafe { open_global(path) }.map_err(|error| fail(why(&error, path)))?;
         let functions = Functions::load(&library).map_err(|name| fail(format!("it has no function {name}")))?;
         let mut text = [0u8; TEXT];
         let mut length = 0;
@@ -207,6 +212,15 @@ impl Library {
         self.check("MPI_Initialized", unsafe { (self.0.functions.initialized)(&mut done) })?;
         if done != 0 {
             return Err(MpiError::Used { library: self.to_string(), problem: "is initialised already" });
+        }
+        if self.0.kind == Kind::OpenMpi {
+            for (name, value) in EAGER_OF_OPEN_MPI {
+                if env::var_os(name).is_none() {
+                    // SAFETY: MPI_Init of Open MPI, the next call, changes the environment as well: a program that reads
+                    // it on other threads meanwhile could not start MPI.
+                    unsafe { env::set_var(name, value) };
+                }
+            }
         }
         let null = std::ptr::null_mut();
         let wanted = self.0.abi.threads[3];
@@ -395,6 +409,12 @@ unsafe fn open_global(path: &Path) -> Result<libloading::Library, libloading::Er
     unsafe {
         libloading::Library::new(path)
     }
+}
+
+/// Why a library was not loaded, in the system's words, which begin with its path.
+fn why(error: &libloading::Error, path: &Path) -> String {
+    let words = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    words.strip_prefix(&format!("{}: ", path.display())).map_or(words.clone(), str::to_owned)
 }
 
 fn text_of(text: &[u8], length: c_int) -> String {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use meshwork_core::Buffer;
-use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, OpInfo, RankReport, Site};
+use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, RankReport, Site};
 use serde::{Deserialize, Serialize};
 
+use crate::block::Block;
 use crate::ground::Claim;
 
 /// An operation, as its members name it: each numbers the operations of a group in the order in which it starts them,
@@ -28,11 +29,9 @@ pub(crate) struct Head {
     pub(crate) what: What,
 }
 
-/// What a message is.
+/// What a message is, but for those of operations.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum What {
-    /// Bytes of a unit of an operation. The first message of each member to another one says what it does.
-    Part { key: Key, unit: u32, info: Option<Info> },
     /// The part that a rank named in a split, by the hash of its name and world ranks.
     Split { parent: u64, seq: u64, part: u64 },
     /// That part itself: to a rank that named another one.
@@ -43,12 +42,88 @@ pub(crate) enum What {
     Judge(Judge),
 }
 
+/// The head of a message of an operation: bytes of a unit follow. It is written in words at fixed places, because every
+/// call of a rank writes and reads some.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) world: u64,
+    /// World ranks.
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) key: Key,
+    pub(crate) unit: usize,
+    /// The first message of each member to another one says what it does.
+    pub(crate) says: Option<Says>,
+}
+
 /// What a member of an operation does.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Info {
-    pub(crate) op: OpInfo,
+#[derive(Clone, Debug)]
+pub(crate) struct Says {
+    /// Members whose operations agree have equal ones.
+    pub(crate) hash: u64,
     /// The elements that it expects of the receiver, where each pair has a number of its own.
     pub(crate) expects: Option<usize>,
+    /// The operation, for messages: an [`OpInfo`](meshwork_core::comm::OpInfo) as postcard writes it.
+    pub(crate) op: Arc<[u8]>,
+}
+
+/// A word that stands for nothing.
+const NONE: u64 = u64::MAX;
+
+/// Bytes of the words of a [`Part`].
+pub(crate) const WORDS: usize = 80;
+
+impl Part {
+    /// Its bytes when it is written.
+    pub(crate) fn len(&self) -> usize {
+        WORDS + self.says.as_ref().map_or(0, |says| says.op.len())
+    }
+
+    /// Writes the head. Bytes that do not follow it wait at the sender, under this tag.
+    pub(crate) fn write(&self, far: Option<(usize, usize, usize)>, block: &mut Block) {
+        let two = |low: usize, high: usize| low as u64 | (high as u64) << 32;
+        let says = self.says.as_ref();
+        let words: [u64; WORDS / 8] = [
+            self.world,
+            self.key.group,
+            self.key.seq,
+            two(self.from, self.to),
+            self.key.message.map_or(NONE, |(from, to)| two(from, to)),
+            two(self.unit, says.map_or(u32::MAX as usize, |says| says.op.len())),
+            says.map_or(0, |says| says.hash),
+            says.and_then(|says| says.expects).map_or(NONE, |expects| expects as u64),
+            far.map_or(NONE, |(process, tag, _)| two(process, tag)),
+            far.map_or(0, |(.., bytes)| bytes as u64),
+        ];
+        words.iter().for_each(|word| block.push(&word.to_le_bytes()));
+        block.push(says.map_or(&[], |says| &says.op));
+    }
+
+    /// Reads what [`write`](Self::write) wrote from the beginning of a message, whose bytes follow.
+    pub(crate) fn read(memory: Block, at: usize) -> Option<(Part, Body)> {
+        let word = |number: usize| Some(u64::from_le_bytes(*memory.get(at + 8 * number..)?.first_chunk()?));
+        let two = |number: usize| word(number).map(|word| (word as u32 as usize, (word >> 32) as usize));
+        let some = |word: u64| (word != NONE).then_some(word);
+        let ((from, to), (unit, length)) = (two(3)?, two(5)?);
+        let mut body = at + WORDS;
+        let says = match length == u32::MAX as usize {
+            true => None,
+            false => {
+                let op = memory.get(body..body + length)?.into();
+                body += length;
+                Some(Says { hash: word(6)?, expects: some(word(7)?).map(|expects| expects as usize), op })
+            }
+        };
+        let message = some(word(4)?).and_then(|_| two(4));
+        let key = Key { group: word(1)?, message, seq: word(2)? };
+        let part = Part { world: word(0)?, from, to, key, unit, says };
+        let far = some(word(8)?).and_then(|_| two(8));
+        let bytes = word(9)? as usize;
+        Some(match far {
+            Some((process, tag)) => (part, Body::Far { process, tag, bytes }),
+            None => (part, Body::Here(memory, body)),
+        })
+    }
 }
 
 /// What a rank tells the one that judges.
@@ -93,7 +168,7 @@ pub(crate) enum Judge {
 #[derive(Debug)]
 pub(crate) enum Body {
     /// They came with the head, in this memory from this offset on.
-    Here(Vec<u8>, usize),
+    Here(Block, usize),
     /// They lie in memory of this process.
     Near(Bytes),
     /// They wait at another process, under this tag.
@@ -153,8 +228,10 @@ impl AsRef<[u8]> for Bytes {
 /// What arrives at a rank.
 #[derive(Debug)]
 pub(crate) enum Arrival {
-    /// A message.
-    Packet(Box<Head>, Body),
+    /// A message of an operation.
+    Part(Part, Body),
+    /// Any other message.
+    Told(Box<Head>),
     /// The bytes of a message are in the memory that was given for them, under this number.
     Landed(u64, Claim),
     /// A process is lost, and why.

@@ -366,6 +366,7 @@ impl Plan {
         let source = |members: &[usize]| match of {
             Rounds::Sum if members.len() == 1 => Source::Input(whole.clone()),
             Rounds::Sum => Source::Sums,
+            Rounds::Gather if members == [me] => Source::Input(0..part(me).len()),
             Rounds::Gather => Source::Outputs(parts(members)),
             Rounds::Broadcast { root } if members.contains(&root) => Source::Output(whole.clone()),
             Rounds::Broadcast { .. } | Rounds::Barrier => Source::Nothing,

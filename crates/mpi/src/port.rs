@@ -1,16 +1,18 @@
 //! The port of a process: brings messages to ranks, through memory within the process and over the wire to others.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, DType};
+use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
+use crate::block::Block;
 use crate::ground::Ground;
-use crate::packet::{Arrival, Body, Bytes, Head, Judge, What};
+use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
 use crate::pause::Pause;
 use crate::wire::{self, EAGER, Event, ROOM, Wire};
 
@@ -50,11 +52,9 @@ pub(crate) trait Station: Send + Sync {
     /// Where its messages go.
     fn inbox(&self) -> &Inbox;
 
-    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
-    fn advance(&self) -> bool;
-
-    /// Whether operations are under way.
-    fn is_busy(&self) -> bool;
+    /// Goes through what has arrived, and does what can be done. Whether anything has arrived, and whether operations
+    /// are under way.
+    fn advance(&self) -> (bool, bool);
 
     /// Whether the world is over.
     fn is_over(&self) -> bool;
@@ -68,6 +68,17 @@ pub(crate) struct Port {
     desk: Mutex<Desk>,
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
+    /// Ranks that wait, and so move messages.
+    drivers: AtomicUsize,
+}
+
+/// A rank moves messages as long as this lives.
+pub(crate) struct Driving<'a>(&'a Port);
+
+impl Drop for Driving<'_> {
+    fn drop(&mut self) {
+        self.0.drivers.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// What a large message is for.
@@ -80,32 +91,47 @@ pub(crate) enum Landing {
     Nobody,
 }
 
-/// A message that has arrived.
-type Packet = (Box<Head>, Body);
-
 #[derive(Default)]
 struct Desk {
     /// By world, and rank in it.
-    endpoints: HashMap<(u64, usize), Arc<dyn Station>>,
+    endpoints: FxHashMap<(u64, usize), Arc<dyn Station>>,
     /// Messages to ranks that have not come yet.
-    early: HashMap<(u64, usize), Vec<Packet>>,
-    over: HashSet<u64>,
+    early: FxHashMap<(u64, usize), Vec<Arrival>>,
+    over: FxHashSet<u64>,
     lost: Vec<(usize, String)>,
     /// Processes that are about to end MPI.
-    byes: HashSet<usize>,
+    byes: FxHashSet<usize>,
     /// Processes without which the others went on.
-    gone: HashSet<usize>,
+    gone: FxHashSet<usize>,
+}
+
+/// What a first message is, by its first byte: a [`Part`], or a [`Cover`].
+const PART: u8 = 1;
+const COVER: u8 = 2;
+
+/// A first message that is no part of an operation.
+#[derive(Serialize, Deserialize)]
+enum Cover {
+    Head(Box<Head>),
+    /// A first message that is too long: from this process, under a tag.
+    Long {
+        process: usize,
+        tag: usize,
+        bytes: usize,
+    },
+    /// This process is about to end MPI.
+    Bye {
+        process: usize,
+    },
 }
 
 /// A first message.
-#[derive(Serialize, Deserialize)]
-enum Cover {
-    /// A head; its bytes follow in this message, or from this process, under a tag.
-    Head(Box<Head>, Option<(usize, usize, usize)>),
-    /// A first message that is too long: from this process, under a tag.
-    Long { process: usize, tag: usize, bytes: usize },
-    /// This process is about to end MPI.
-    Bye { process: usize },
+fn cover(cover: &Cover) -> Block {
+    // Plain data in memory can always be written.
+    let bytes = postcard::to_allocvec(cover).unwrap_or_default();
+    let mut block = wire::framed(COVER, bytes.len());
+    block.push(&bytes);
+    block
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -115,44 +141,52 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Port {
     pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
-        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned: AtomicBool::new(false) }
+        let (abandoned, drivers) = (AtomicBool::new(false), AtomicUsize::new(0));
+        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers }
     }
 
-    /// Sends a message to a rank of a process, and bytes with it.
-    pub(crate) fn send(&self, process: usize, head: Head, bytes: &Bytes) {
+    /// Sends a message to a rank of a process.
+    pub(crate) fn tell(&self, process: usize, head: Head) {
         let head = Box::new(head);
+        if process == self.layout.process {
+            self.deliver(Arrival::Told(head));
+        } else if let Some(wire) = lock(&self.wire).as_mut() {
+            self.first(wire, process, cover(&Cover::Head(head)));
+        }
+    }
+
+    /// Sends a message of an operation, and its bytes, to a rank of a process.
+    pub(crate) fn send(&self, process: usize, part: Part, bytes: &Bytes) {
         let content = bytes.as_ref();
         if process == self.layout.process {
             let body = match content.len() {
-                0..=EAGER => Body::Here(content.to_vec(), 0),
+                0..=EAGER => Body::Here(Block::from(content), 0),
                 _ => Body::Near(bytes.clone()),
             };
-            self.deliver(head, body);
+            self.deliver(Arrival::Part(part, body));
             return;
         }
         let mut wire = lock(&self.wire);
         let Some(wire) = wire.as_mut() else { return };
         let far = (content.len() > EAGER).then(|| (self.layout.process, wire.tag(process), content.len()));
-        let memory = wire::framed(512 + if far.is_none() { content.len() } else { 0 });
-        let cover = Cover::Head(head, far);
-        // Plain data in memory can always be written.
-        let Ok(mut memory) = postcard::to_extend(&cover, memory) else { return };
-        if far.is_none() {
-            memory.extend_from_slice(content);
-        }
-        if memory.len() <= ROOM {
-            wire.first(process, wire::sealed(memory));
-        } else {
-            let tag = wire.tag(process);
-            let long = Cover::Long { process: self.layout.process, tag, bytes: memory.len() - wire::FRAME };
-            let Ok(short) = postcard::to_extend(&long, wire::framed(64)) else { return };
-            wire.first(process, wire::sealed(short));
-            let bytes = memory.len();
-            wire.large(process, tag, &Bytes::Input(Arc::new(Buffer::from_vec(memory)), wire::FRAME, bytes));
-        }
+        let with_it = if far.is_none() { content } else { &[] };
+        let mut block = wire::framed(PART, part.len() + with_it.len());
+        part.write(far, &mut block);
+        block.push(with_it);
+        self.first(wire, process, block);
         if let Some((_, tag, _)) = far {
             wire.large(process, tag, bytes);
         }
+    }
+
+    /// Sends a first message, or where it is too long, another one that says so.
+    fn first(&self, wire: &mut Wire<Landing>, process: usize, block: Block) {
+        if block.len() <= ROOM {
+            return wire.first(process, block);
+        }
+        let (tag, bytes) = (wire.tag(process), block.len());
+        wire.first(process, cover(&Cover::Long { process: self.layout.process, tag, bytes }));
+        wire.large(process, tag, &Bytes::of(block.into_vec()));
     }
 
     /// Receives the bytes of a message into `into`, for the rank with this inbox.
@@ -169,19 +203,24 @@ impl Port {
         }
     }
 
-    /// Brings a message to its rank.
-    fn deliver(&self, head: Box<Head>, body: Body) -> Option<Body> {
+    /// Brings a message to its rank: its bytes, if nobody wants them.
+    fn deliver(&self, arrival: Arrival) -> Option<Body> {
+        let place = match &arrival {
+            Arrival::Part(part, _) => (part.world, part.to),
+            Arrival::Told(head) => (head.world, head.to),
+            Arrival::Landed(..) | Arrival::Lost(..) => return None,
+        };
         let mut desk = lock(&self.desk);
-        let place = (head.world, head.to);
-        match desk.endpoints.get(&place) {
-            Some(endpoint) => lock(endpoint.inbox()).push_back(Arrival::Packet(head, body)),
-            None if desk.over.contains(&head.world) => return Some(body),
+        match (desk.endpoints.get(&place), arrival) {
+            (Some(endpoint), arrival) => lock(endpoint.inbox()).push_back(arrival),
+            (None, Arrival::Part(_, body)) if desk.over.contains(&place.0) => return Some(body),
+            (None, _) if desk.over.contains(&place.0) => {}
             // A fork to which this rank never came.
-            None if matches!(head.what, What::Judge(Judge::Over(_))) => {
+            (None, Arrival::Told(head)) if matches!(head.what, What::Judge(Judge::Over(_))) => {
                 desk.over.insert(head.world);
                 desk.early.remove(&place);
             }
-            None => desk.early.entry(place).or_default().push((head, body)),
+            (None, arrival) => desk.early.entry(place).or_default().push(arrival),
         }
         None
     }
@@ -191,25 +230,26 @@ impl Port {
         let Ok(mut wire) = self.wire.try_lock() else { return false };
         let Some(wire) = wire.as_mut() else { return false };
         let (mut unwanted, mut long) = (Vec::new(), Vec::new());
-        let mut opened = |message: &[u8]| match postcard::take_from_bytes(message) {
-            Ok((Cover::Head(head, far), rest)) => {
-                let body = match far {
-                    Some((process, tag, bytes)) => Body::Far { process, tag, bytes },
-                    None => Body::Here(rest.to_vec(), 0),
-                };
-                unwanted.extend(self.deliver(head, body));
+        let mut opened = |message: Block| match message.get(wire::LENGTH..).and_then(|kind| kind.first()) {
+            Some(&PART) => {
+                let part = Part::read(message, wire::FRAME);
+                unwanted.extend(part.and_then(|(part, body)| self.deliver(Arrival::Part(part, body))));
             }
-            Ok((Cover::Long { process, tag, bytes }, _)) => long.push((process, tag, bytes)),
-            Ok((Cover::Bye { process }, _)) => _ = lock(&self.desk).byes.insert(process),
+            Some(&COVER) => match postcard::from_bytes(&message[wire::FRAME..]) {
+                Ok(Cover::Head(head)) => _ = self.deliver(Arrival::Told(head)),
+                Ok(Cover::Long { process, tag, bytes }) => long.push((process, tag, bytes)),
+                Ok(Cover::Bye { process }) => _ = lock(&self.desk).byes.insert(process),
+                Err(_) => {}
+            },
             // Another program than this one; the handshake of a run tells it.
-            Err(_) => {}
+            _ => {}
         };
         let any = wire.poll(|event| match event {
-            Event::First(message) => opened(&message),
+            Event::First(message) => opened(message),
             Event::Landed(Landing::Rank(inbox, number), claim) => {
                 lock(&inbox).push_back(Arrival::Landed(number, claim))
             }
-            Event::Landed(Landing::Head, claim) => opened(&claim),
+            Event::Landed(Landing::Head, claim) => opened(Block::from(&*claim)),
             Event::Landed(Landing::Nobody, _) => {}
             Event::Lost(process, why) => {
                 let mut desk = lock(&self.desk);
@@ -232,13 +272,24 @@ impl Port {
         any
     }
 
+    /// The thread of a rank moves messages from now on: no other needs to.
+    pub(crate) fn drive(&self) -> Driving<'_> {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+        Driving(self)
+    }
+
+    /// Whether ranks move messages.
+    pub(crate) fn is_driven(&self) -> bool {
+        self.drivers.load(Ordering::Relaxed) > 0
+    }
+
     /// Adds a rank's end of a world.
     pub(crate) fn enter(&self, endpoint: Arc<dyn Station>) {
         let mut desk = lock(&self.desk);
         let place = endpoint.place();
         let early = desk.early.remove(&place).unwrap_or_default();
         let mut inbox = lock(endpoint.inbox());
-        inbox.extend(early.into_iter().map(|(head, body)| Arrival::Packet(head, body)));
+        inbox.extend(early);
         inbox.extend(desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone())));
         drop(inbox);
         desk.endpoints.insert(place, endpoint);
@@ -252,7 +303,11 @@ impl Port {
             desk.over.insert(place.0);
             desk.early.remove(&place)
         };
-        unwanted.into_iter().flatten().for_each(|(_, body)| self.discard(body));
+        for arrival in unwanted.into_iter().flatten() {
+            if let Arrival::Part(_, body) = arrival {
+                self.discard(body);
+            }
+        }
     }
 
     /// The ranks of all worlds that are not over.
@@ -295,14 +350,12 @@ impl Port {
         };
         let first = there.first().copied().unwrap_or(process);
         let say = |to: usize| {
-            if let (Some(wire), Ok(memory)) =
-                (lock(&self.wire).as_mut(), postcard::to_extend(&Cover::Bye { process }, wire::framed(16)))
-            {
-                wire.first(to, wire::sealed(memory));
+            if let Some(wire) = lock(&self.wire).as_mut() {
+                wire.first(to, cover(&Cover::Bye { process }));
             }
         };
         let longest = if self.abandoned.load(Ordering::Relaxed) { LAST } else { 12 * LAST };
-        let (begun, pause) = (Instant::now(), Pause::new(Duration::from_millis(1)));
+        let (begun, mut pause) = (Instant::now(), Pause::of_thread(Duration::from_millis(1)));
         if process != first {
             say(first);
         }

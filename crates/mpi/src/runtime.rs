@@ -25,7 +25,8 @@ use crate::wire::Wire;
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// How long a rank that others wait for may show no progress, as for
-    /// [threads](meshwork_core::comm::thread::Options::timeout).
+    /// [threads](meshwork_core::comm::thread::Options::timeout). At the start processes wait for each other up to five
+    /// times as long.
     pub timeout: Duration,
     /// How many ranks are threads of each process: the same in all of them. The ranks of a process are neighbours.
     pub ranks_per_process: usize,
@@ -87,17 +88,21 @@ struct Started {
     description: String,
 }
 
+/// How many timeouts the start of all processes may take: a large program comes late to some hosts.
+const STARTS: u32 = 5;
+
 impl Runtime {
     /// Initialises MPI in this process.
     ///
     /// # Errors
-    /// A library that fails, or is in use already, or does not let several threads call it.
+    /// A library that fails, or is in use already, or does not let several threads call it; processes that do not come.
     pub fn start(library: Library, options: Options) -> Result<Runtime, MpiError> {
         let ranks_per_process = options.ranks_per_process;
         if ranks_per_process == 0 {
             return Err(MpiError::RanksPerProcess(0));
         }
-        Runtime::begin(options, move || {
+        let name = library.to_string();
+        Runtime::begin(name, options, move || {
             let wire = Wire::new(library)?;
             let description = format!("MPI: {}, {}", wire.library(), wire.level());
             let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
@@ -108,13 +113,14 @@ impl Runtime {
     /// The same for ranks of one process, without MPI: for tests of all that does not depend on it.
     pub fn of_one_process(options: Options) -> Result<Runtime, MpiError> {
         let ranks_per_process = options.ranks_per_process;
-        Runtime::begin(options, move || {
+        Runtime::begin("one process".to_owned(), options, move || {
             let layout = Layout { process: 0, processes: 1, ranks_per_process };
             Ok(Started { port: Arc::new(Port::new(layout, None)), description: "one process".to_owned() })
         })
     }
 
     fn begin(
+        library: String,
         options: Options,
         start: impl FnOnce() -> Result<Started, MpiError> + Send + 'static,
     ) -> Result<Runtime, MpiError> {
@@ -132,9 +138,13 @@ impl Runtime {
         };
         let started = thread::Builder::new().name("mpi".to_owned()).spawn(run);
         let thread = started.map_err(|error| MpiError::Thread(error.to_string()))?;
+        let longest = options.timeout.saturating_mul(STARTS);
+        let Started { port, description } = told.recv_timeout(longest).unwrap_or_else(|error| match error {
+            // The library may never return.
+            mpsc::RecvTimeoutError::Timeout => Err(MpiError::Alone { library, seconds: longest.as_secs() }),
+            mpsc::RecvTimeoutError::Disconnected => Err(MpiError::Thread("it panicked".to_owned())),
+        })?;
         let life = Arc::new(Life::new(over, thread));
-        let Started { port, description } =
-            told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
         let Layout { processes, ranks_per_process, .. } = port.layout;
         let ranks = processes * ranks_per_process;
         let there = Mutex::new(Hosts { ranks, processes: (0..processes).collect(), ranks_per_process });
@@ -267,15 +277,16 @@ impl Running {
 /// The longest sleep of the thread of MPI: while an operation is under way, and while none is.
 const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(2)];
 
-/// Moves messages, and operations whose ranks compute, until nothing needs them.
+/// Moves messages and operations, as far as no rank does because it waits, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
-    let mut pauses = SLEEPS.map(Pause::new);
+    let mut pauses = SLEEPS.map(Pause::of_thread);
     loop {
-        let mut any = port.poll();
+        let mut any = !port.is_driven() && port.poll();
         let mut busy = false;
         for endpoint in port.endpoints() {
-            any |= endpoint.advance();
-            busy |= endpoint.is_busy();
+            let (moved, under_way) = endpoint.advance();
+            any |= moved;
+            busy |= under_way;
         }
         if any {
             pauses.iter_mut().for_each(Pause::reset);

@@ -13,6 +13,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use crate::block::Block;
 use crate::error::MpiError;
 use crate::ground::Claim;
 use crate::library::{Handle, Library};
@@ -27,8 +28,11 @@ pub(crate) const ROOM: usize = EAGER + 4096;
 /// First messages that can arrive in place before this process looks: from any process, and from each.
 const SLOTS: [usize; 2] = [16, 2];
 
-/// What a first message begins with: its length.
-pub(crate) const FRAME: usize = 4;
+/// Bytes of the length of a first message, with which it begins.
+pub(crate) const LENGTH: usize = 4;
+
+/// What a first message begins with: its length, and what it is.
+pub(crate) const FRAME: usize = 8;
 
 /// The largest message of the library. Counts are C `int`s; smaller messages let it do other things in between.
 const CHUNK: usize = 8 << 20;
@@ -38,8 +42,8 @@ const FIRST: usize = 0;
 
 /// What happened on a wire.
 pub(crate) enum Event<T> {
-    /// A first message: its bytes.
-    First(Vec<u8>),
+    /// A first message.
+    First(Block),
     /// The bytes of a large message are here.
     Landed(T, Claim),
     /// A process cannot be reached any more, or a message of it failed.
@@ -74,19 +78,19 @@ struct Line {
 struct Slot {
     request: Handle,
     /// The library has its address.
-    memory: Vec<u8>,
+    block: Block,
 }
 
 struct Send {
     request: Handle,
     to: usize,
-    /// Held until the request is over.
-    _bytes: Held,
+    /// Until the request is over.
+    _held: Held,
 }
 
 /// Memory that a request reads.
 enum Held {
-    First { _memory: Vec<u8> },
+    First { _block: Block },
     Large { _bytes: Bytes },
 }
 
@@ -137,7 +141,7 @@ impl<T> Wire<T> {
             noticed,
         };
         for line in (0..wire.lines.len()).flat_map(|line| std::iter::repeat_n(line, slots)) {
-            wire.listen(line, vec![0; ROOM]);
+            wire.listen(line);
         }
         Ok(wire)
     }
@@ -159,17 +163,18 @@ impl<T> Wire<T> {
         self.processes
     }
 
-    /// Receives one more first message of a line, into this memory.
-    fn listen(&mut self, line: usize, mut memory: Vec<u8>) {
+    /// Receives one more first message of a line.
+    fn listen(&mut self, line: usize) {
         let Line { from, slots } = &mut self.lines[line];
         if from.is_some_and(|from| self.lost[from]) {
             return;
         }
-        memory[..FRAME].fill(0); // so that a receive that is over without a message is known
-        // SAFETY: the slot holds the memory, whose bytes do not move with it, until the request is over.
-        let request = unsafe { self.library.receive(&mut memory, *from, FIRST, self.firsts) };
+        let mut block = Block::new(ROOM);
+        block.memory()[..FRAME].fill(0); // so that a receive that is over without a message is known
+        // SAFETY: the slot holds the block, whose bytes do not move with it, until the request is over.
+        let request = unsafe { self.library.receive(block.memory(), *from, FIRST, self.firsts) };
         match request {
-            Ok(request) => slots.push_back(Slot { request, memory }),
+            Ok(request) => slots.push_back(Slot { request, block }),
             Err(code) => self.failed(self.lines[line].from, code),
         }
     }
@@ -183,15 +188,17 @@ impl<T> Wire<T> {
         }
     }
 
-    /// Sends a first message: at most [`ROOM`] bytes.
-    pub(crate) fn first(&mut self, to: usize, memory: Vec<u8>) {
-        debug_assert!(memory.len() <= ROOM);
+    /// Sends a [framed] message: at most [`ROOM`] bytes.
+    pub(crate) fn first(&mut self, to: usize, mut block: Block) {
+        debug_assert!(block.len() <= ROOM);
         if self.lost[to] {
             return;
         }
-        // SAFETY: `sends` holds the memory, whose bytes do not move with it, until the request is over.
-        match unsafe { self.library.send(&memory, to, FIRST, self.firsts) } {
-            Ok(request) => self.sends.push(Send { request, to, _bytes: Held::First { _memory: memory } }),
+        let length = block.len() as u32;
+        block.memory()[..LENGTH].copy_from_slice(&length.to_le_bytes());
+        // SAFETY: `sends` holds the block, whose bytes do not move with it, until the request is over.
+        match unsafe { self.library.send(&block, to, FIRST, self.firsts) } {
+            Ok(request) => self.sends.push(Send { request, to, _held: Held::First { _block: block } }),
             Err(code) => self.failed(Some(to), code),
         }
     }
@@ -211,7 +218,7 @@ impl<T> Wire<T> {
         for chunk in bytes.as_ref().chunks(CHUNK) {
             // SAFETY: `sends` holds the bytes until the request is over, and nothing writes them while they are held.
             match unsafe { self.library.send(chunk, to, tag, self.larges) } {
-                Ok(request) => self.sends.push(Send { request, to, _bytes: Held::Large { _bytes: bytes.clone() } }),
+                Ok(request) => self.sends.push(Send { request, to, _held: Held::Large { _bytes: bytes.clone() } }),
                 Err(code) => return self.failed(Some(to), code),
             }
         }
@@ -244,8 +251,8 @@ impl<T> Wire<T> {
                 let Some(slot) = self.lines[line].slots.pop_front() else { break };
                 match tested {
                     Ok(_) => {
-                        message(&slot.memory).into_iter().for_each(|message| event(Event::First(message)));
-                        self.listen(line, slot.memory);
+                        message(slot.block).into_iter().for_each(|message| event(Event::First(message)));
+                        self.listen(line);
                     }
                     Err(code) => failed.push((self.lines[line].from, code)),
                 }
@@ -317,22 +324,16 @@ fn unlink_shared_memory() {
     names.into_iter().for_each(|name| _ = std::fs::remove_file(name)); // another process may have been first
 }
 
-/// The memory of a first message of this many bytes, to be filled behind its frame.
-pub(crate) fn framed(bytes: usize) -> Vec<u8> {
-    let mut memory = Vec::with_capacity(FRAME + bytes);
-    memory.extend_from_slice(&[0; FRAME]);
-    memory
+/// A block for a first message of this kind, to be filled behind its frame with so many bytes.
+pub(crate) fn framed(kind: u8, bytes: usize) -> Block {
+    let mut block = Block::new(FRAME + bytes);
+    block.push(&[0, 0, 0, 0, kind, 0, 0, 0]);
+    block
 }
 
-/// Writes the length of a first message into it.
-pub(crate) fn sealed(mut memory: Vec<u8>) -> Vec<u8> {
-    let length = memory.len() as u32;
-    memory[..4].copy_from_slice(&length.to_le_bytes());
-    memory
-}
-
-/// The first message in the memory of a receive that is over, if there is one.
-fn message(memory: &[u8]) -> Option<Vec<u8>> {
-    let length = u32::from_le_bytes(*memory.first_chunk()?) as usize;
-    memory.get(FRAME..length).map(<[u8]>::to_vec)
+/// The first message in the block of a receive that is over, if there is one.
+fn message(mut block: Block) -> Option<Block> {
+    let length = u32::from_le_bytes(*block.memory().first_chunk()?) as usize;
+    block.fill(length);
+    (length >= FRAME).then_some(block)
 }

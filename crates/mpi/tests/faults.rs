@@ -12,9 +12,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use meshwork_core::{ReduceOp, RunError};
-use meshwork_mpi::Options;
+use meshwork_mpi::{Library, Options, Runtime};
 
-use launch::{Mpi, here, text};
+use launch::{Mpi, STANDARD, here, text};
 
 const TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -159,6 +159,31 @@ fn survivors_go_on_in_place_under_ulfm() {
         assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));
         assert_eq!(gone(&output), 4);
         nothing_is_left(&before, &mpi);
+    }
+}
+
+/// One of two processes never calls MPI, as one that has loaded another library.
+#[test]
+fn a_process_that_never_joins_is_told_to_the_others() {
+    if let Some(mpi) = here() {
+        let is_second =
+            ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().any(|name| std::env::var(name).as_deref() == Ok("1"));
+        if is_second {
+            std::thread::sleep(TIMEOUT);
+            exit(1);
+        }
+        let library = Library::open(&mpi.file).unwrap_or_else(|error| panic!("{error}"));
+        let options = Options { timeout: TIMEOUT / 15, ..Options::default() };
+        let error = Runtime::start(library, options).unwrap_err().to_string();
+        assert!(error.contains("has waited for the other processes for 1 s: one of them has ended, hangs"), "{error}");
+        println!("told");
+        exit(1);
+    }
+    let _alone = one_job();
+    for mpi in Mpi::installed().into_iter().filter(|mpi| !mpi.file.ends_with(STANDARD)) {
+        let output =
+            mpi.command("a_process_that_never_joins_is_told_to_the_others", 2, &[]).output().expect("mpirun starts");
+        assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
     }
 }
 

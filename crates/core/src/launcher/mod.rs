@@ -161,18 +161,22 @@ impl Launch {
         format!("rank {}{of} by {}", self.rank, self.launcher)
     }
 
-    /// Refuses a launcher by which MPI is not started, with the command to use instead.
+    /// Refuses a launcher by which MPI is not started, with the command to use instead, for a program that needs so
+    /// many processes.
     ///
     /// # Errors
     /// Of torchrun, plain variables, and pods without an `mpirun`.
-    pub fn require_mpi(&self, command: impl IntoIterator<Item = String>) -> Result<(), LaunchError> {
+    pub fn require_mpi(&self, processes: usize, command: impl IntoIterator<Item = String>) -> Result<(), LaunchError> {
         if self.launcher.joins_mpi() {
             return Ok(());
         }
-        let size = self.size.map_or("RANKS".to_owned(), |size| size.to_string());
         let command: Vec<String> = command.into_iter().map(|word| quoted(&word)).collect();
-        let hosts = if self.hosts.is_some_and(|hosts| hosts > 1) { " --hostfile HOSTS" } else { "" };
-        let command = format!("mpirun -n {size}{hosts} {}", command.join(" "));
+        let hosts = if self.hosts.is_some_and(|hosts| hosts > 1) || self.launcher == Launcher::IndexedJob {
+            " --hostfile HOSTS"
+        } else {
+            ""
+        };
+        let command = format!("mpirun -n {processes}{hosts} {}", command.join(" "));
         Err(LaunchError::NeedsMpi { place: self.place(), command })
     }
 

@@ -165,14 +165,17 @@ fn a_launch_that_cannot_be_is_refused() {
 fn a_launcher_without_mpi_gives_the_line_to_use() {
     let launch = found("RANK=1 WORLD_SIZE=2").unwrap().unwrap();
     let command = ["target/release/gpt_train", "--mesh", "dp=2", "--data", "my text's.txt", ""].map(str::to_owned);
-    let error = launch.require_mpi(command).unwrap_err().to_string();
+    let error = launch.require_mpi(2, command).unwrap_err().to_string();
     let line = r"mpirun -n 2 target/release/gpt_train --mesh dp=2 --data 'my text'\''s.txt' ''";
     assert!(error.starts_with("rank 1 of 2 by RANK and WORLD_SIZE: ") && error.ends_with(line), "{error}");
     let pods = found("PET_NNODES=3 PET_NODE_RANK=1").unwrap().unwrap();
-    let error = pods.require_mpi(["train".to_owned()]).unwrap_err().to_string();
-    assert!(error.ends_with("mpirun -n 3 --hostfile HOSTS train"), "{error}");
+    let error = pods.require_mpi(6, ["train".to_owned()]).unwrap_err().to_string();
+    assert!(error.ends_with("mpirun -n 6 --hostfile HOSTS train"), "{error}");
+    let job = found("JOB_COMPLETION_INDEX=1").unwrap().unwrap();
+    let error = job.require_mpi(4, ["train".to_owned()]).unwrap_err().to_string();
+    assert!(error.ends_with("mpirun -n 4 --hostfile HOSTS train"), "{error}");
     let mpi = found("PMI_RANK=1 PMI_SIZE=2").unwrap().unwrap();
-    assert_eq!(mpi.require_mpi(["train".to_owned()]), Ok(()));
+    assert_eq!(mpi.require_mpi(2, ["train".to_owned()]), Ok(()));
 }
 
 /// n processes that became n worlds of one.

@@ -59,15 +59,18 @@ pub(crate) fn fit(config: &Config, ranks: usize) -> Result<Option<Config>, Fault
 fn with_dp(config: &Config, dp: usize) -> Option<Config> {
     let (batch, micro) = (config.training.global_batch_size, config.training.micro_batch_size);
     let canonical = config.reduction_blocks().is_some();
-    let of = &config.parallelism;
-    let fits = batch.is_multiple_of(dp) && dp.is_multiple_of(of.ep) && (!canonical || tree::fits(batch, dp));
-    if !fits || of.zero_group > 0 && dp > 1 && !dp.is_multiple_of(of.zero_group) {
-        return None;
-    }
+    let group = config.parallelism.zero_group;
     let mut other = config.clone();
     other.parallelism.dp = dp;
+    let fits = batch.is_multiple_of(dp) && other.mesh().is_ok() && (!canonical || tree::fits(batch, dp));
+    if !fits || group > 0 && dp > 1 && !dp.is_multiple_of(group) {
+        return None;
+    }
     if dp == 1 {
-        (other.parallelism.zero_stage, other.parallelism.zero_group) = (0, 0);
+        other.parallelism.zero_group = 0;
+        if other.parallelism.cp == 1 {
+            other.parallelism.zero_stage = 0;
+        }
     }
     if other.training.replay_every > 0 {
         other.training.replay_mesh = None;
@@ -99,6 +102,8 @@ mod tests {
         Ok(fitted.map(|of| {
             let samples = of.parallelism.dp * of.pipeline.num_microbatches * of.training.micro_batch_size;
             assert_eq!(samples, 8, "the batch stays");
+            let stage = if of.parallelism.dp * of.parallelism.cp > 1 { config.parallelism.zero_stage } else { 0 };
+            assert_eq!(of.parallelism.zero_stage, stage);
             (of.parallelism.dp, of.pipeline.num_microbatches, of.training.micro_batch_size)
         }))
     }
@@ -112,7 +117,12 @@ mod tests {
         assert_eq!(fitted(four, 3), Ok(Some((1, 4, 2))));
         assert_eq!(fitted(four, 9), Ok(Some((4, 1, 2))), "more ranks than the mesh has are spare");
         assert_eq!(fitted("--mesh dp=4,pp=2 --set pipeline.schedule=zb_h2", 2), Ok(Some((1, 8, 1))));
-        // A stage of ZeRO has no meaning on one rank.
+        // Experts lie over cp, with or without dp.
+        let experts = "--set moe.num_experts=4";
+        assert_eq!(fitted(&format!("--mesh dp=2,cp=4,ep=4 {experts}"), 7), Ok(Some((1, 2, 4))));
+        assert_eq!(fitted(&format!("--mesh dp=4,cp=2,ep=2 {experts}"), 3), Ok(Some((1, 4, 2))));
+        // A stage of ZeRO has no meaning on one rank; ranks of cp share out.
+        assert_eq!(fitted("--mesh dp=2,cp=2 --set parallelism.zero_stage=3", 2), Ok(Some((1, 2, 4))));
         assert_eq!(fitted("--mesh dp=2 --set parallelism.zero_stage=3", 1), Ok(Some((1, 2, 4))));
     }
 

@@ -234,8 +234,9 @@ fn meet(launch: &Launch, library: Library, options: Options) -> Result<Runtime, 
 /// A launch that cannot be joined, or whose number of processes does not divide the ranks.
 pub fn world(mesh: &Mesh) -> Result<World, RankError> {
     let Some(launch) = detect(&environment())?.filter(Launch::has_others) else { return Ok(World::threads(mesh)) };
-    launch.require_mpi(std::env::args())?;
-    let (ranks, library) = (mesh.world_size(), Library::find()?);
+    let ranks = mesh.world_size();
+    launch.require_mpi(launch.size.unwrap_or(ranks), std::env::args())?;
+    let library = Library::find()?;
     let ranks_per_process = match launch.size {
         Some(processes) if !ranks.is_multiple_of(processes) => {
             return Err(LaunchError::Uneven { launcher: launch.launcher, processes, ranks }.into());

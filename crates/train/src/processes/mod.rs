@@ -17,8 +17,9 @@ pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
 use crate::config::{AXES, CommKind, Config, Elastic, Fault, Settings};
-use meshwork_core::RunError;
+use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
+use meshwork_core::{RankEnd, RunError};
 
 /// The variables of this process.
 pub(crate) fn environment() -> Environment {
@@ -71,7 +72,7 @@ pub(crate) fn find(
     let comm = &config.comm;
     let fault = |problem: String, valid: &str| Fault::new("comm.kind", comm.kind.name(), problem, valid);
     let alone = "comm.kind = \"threads\" lets each process train by itself";
-    let found = detect(environment);
+    let (found, processes) = (detect(environment), ranks_of(config) / comm.ranks_per_process.max(1));
     let launch = match (comm.kind, found) {
         (CommKind::Threads, Ok(Some(launch))) if launch.has_others() => {
             let place = launch.place();
@@ -88,12 +89,11 @@ pub(crate) fn find(
         (CommKind::Mpi, Ok(None)) => {
             let command: Vec<String> = command.into_iter().collect();
             let problem = "no launcher has started this process, as far as its environment says".to_owned();
-            let ranks = ranks_of(config) / comm.ranks_per_process.max(1);
-            return Err(fault(problem, &format!("use mpirun -n {ranks} {}", command.join(" "))));
+            return Err(fault(problem, &format!("use mpirun -n {processes} {}", command.join(" "))));
         }
         (_, Ok(Some(launch))) => launch,
     };
-    launch.require_mpi(command).map_err(|error| fault(error.to_string(), alone))?;
+    launch.require_mpi(processes, command).map_err(|error| fault(error.to_string(), alone))?;
     require_ranks(config, &launch)?;
     Ok(Some(launch))
 }
@@ -150,6 +150,24 @@ fn require_alone_in(program: &str, environment: &Environment) -> Result<(), Faul
         _ => return Ok(()),
     };
     Err(Fault::new(program, "", problem, "start it without mpirun or srun"))
+}
+
+/// Whether a run failed because its processes cannot meet, by the library or the launch: as with bad input, another
+/// start does not mend it.
+#[must_use]
+pub fn cannot_meet(error: &RunError) -> bool {
+    let of = |end: &RankEnd| match end {
+        RankEnd::Error(error) => match error.downcast_ref() {
+            Some(RankError::Mpi(error)) => {
+                use meshwork_mpi::MpiError::{Library, NotFound, Threads};
+                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. })
+            }
+            Some(RankError::Launch(_)) => true,
+            _ => false,
+        },
+        RankEnd::Panic(_) => false,
+    };
+    error.ends.iter().flatten().any(of)
 }
 
 impl Config {
@@ -238,8 +256,8 @@ mod tests {
             ),
             (
                 "--mesh dp=4",
-                "RANK=1 WORLD_SIZE=4",
-                "comm.kind = auto: rank 1 of 4 by RANK and WORLD_SIZE: ranks of several processes communicate by MPI, which this launcher does \
+                "RANK=1 WORLD_SIZE=2",
+                "comm.kind = auto: rank 1 of 2 by RANK and WORLD_SIZE: ranks of several processes communicate by MPI, which this launcher does \
                  not start; use mpirun -n 4 gpt_train --mesh dp=4; comm.kind = \"threads\" lets each process train by itself",
             ),
         ] {

@@ -107,21 +107,26 @@ pub fn whole(config: &Config, open: Open, steps: Range<u64>) -> Numbers {
     numbers.unwrap()[0][steps.start as usize..].to_vec()
 }
 
+/// Meshes, stages of ZeRO, rules, offload and processes of several ranks, so that each meets most of the others.
 #[test]
 fn the_others_go_on_from_memory_with_the_same_bits() {
-    let (bf16, zero) = ("--set training.dtype=bf16 --set training.matmul_dtype=f32", "--set parallelism.zero_stage");
+    let dir = tempfile::tempdir().unwrap();
+    let bf16 = "--set training.dtype=bf16 --set training.matmul_dtype=f32";
+    let offload = format!("--set memory.offload=optimizer --set memory.offload_dir={}", dir.path().display());
+    let (zero, name, experts) = (
+        "--set parallelism.zero_stage",
+        "--set optimizer.name",
+        "--set moe.num_experts=4 --set optimizer.name=adam8bit",
+    );
     for (before, after, each, lost) in [
-        ("dp=2".to_owned(), "dp=1".to_owned(), 1, 0),
-        (format!("dp=4 {zero}=3"), format!("dp=2 {zero}=3"), 1, 2),
+        (format!("dp=2 {offload}"), format!("dp=1 {offload}"), 1, 0),
+        (format!("dp=2,cp=2 {zero}=3 {offload}"), format!("dp=1,cp=2 {zero}=3"), 2, 0),
         (format!("dp=4 {zero}=1 {bf16} --set parallelism.zero_group=2"), format!("dp=2 {zero}=1 {bf16}"), 1, 3),
-        (format!("dp=2,tp=2 {zero}=2"), "dp=1,tp=2".to_owned(), 1, 1),
-        ("dp=2,pp=2".to_owned(), "dp=1,pp=2".to_owned(), 2, 1),
-        (
-            "dp=2,ep=2 --set moe.num_experts=4 --set optimizer.name=adam8bit".to_owned(),
-            "dp=1 --set moe.num_experts=4 --set optimizer.name=adam8bit".to_owned(),
-            1,
-            0,
-        ),
+        (format!("dp=2,tp=2,pp=2 {zero}=2"), "dp=1,tp=2,pp=2".to_owned(), 2, 2),
+        (format!("dp=2,cp=2 {zero}=1 {name}=muon"), format!("dp=1,cp=2 {name}=muon"), 1, 1),
+        // Experts that the ranks of cp share out: all of them with some of dp, and a part of them.
+        (format!("dp=2,cp=2,ep=4 {experts}"), format!("dp=1,cp=2,ep=2 {experts}"), 1, 0),
+        (format!("cp=4,ep=2 {experts}"), format!("cp=2,ep=2 {experts}"), 1, 3),
     ] {
         let [before, after] = [before, after].map(|settings| config(&settings));
         let (_, from, numbers) = regrouped([&before, &after], &on_cpu, each, [&[], &[lost]])
