@@ -37,7 +37,8 @@
 //! the experts' weights.
 //!
 //! On a device without values, the counts assume an even load: the tokens of every sample are spread evenly over the
-//! experts, and the number of tokens sent to a rank is the mean over all choices of k experts.
+//! experts, and the number of tokens sent to a rank is the mean over all choices of k experts. Or they assume that all
+//! tokens choose the experts of this rank ([`Device::takes_all`]).
 
 mod chunk;
 mod counts;
@@ -131,7 +132,7 @@ impl Dispatch {
         let (held, sample) = (num_experts / ranks, seq * places);
         let experts = chosen.experts.buffer();
         let once = device.permutation()?.group_ids(experts, places, held, true)?;
-        let counts = Counts::read(&*device, chosen, &once, [samples, ranks])?;
+        let counts = Counts::read(&*device, chosen, &once, [samples, ranks, group.rank()])?;
         let chunks = if ranks == 1 {
             let own = tape.first_sample()..tape.first_sample() + samples as u64;
             let groups = RowGroups::new(axes, vec![own], counts.by_expert());

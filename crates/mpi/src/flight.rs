@@ -145,7 +145,9 @@ fn agreement(info: &OpInfo) -> u64 {
     let (message, exchange) = (matches!(info.kind, OpKind::Send | OpKind::Recv), info.kind == OpKind::AllToAll);
     let kind = if message { OpKind::Send } else { info.kind };
     let all = |it: Option<u64>| it.filter(|_| !(message || exchange)).map_or(0, |it| it + 1);
-    let peer = info.peer.map(|(Peer::Root(rank) | Peer::To(rank) | Peer::From(rank))| rank as u64);
+    let peer = info.peer.map(|peer| match peer {
+        Peer::Root(rank) | Peer::To(rank) | Peer::From(rank) => rank as u64,
+    });
     let caller = info.caller.as_ref().filter(|_| !message).map_or(0, |caller| hash(caller.name.as_bytes()));
     let signature = info.signature.filter(|_| !exchange);
     let small =

@@ -144,6 +144,12 @@ pub trait Device: Send + Sync + Debug {
         true
     }
 
+    /// Without values: whether the choices that depend on them are assumed to bring this rank all that they can, such
+    /// as the tokens of all ranks to its experts. Otherwise loads are assumed to be even.
+    fn takes_all(&self) -> bool {
+        false
+    }
+
     /// Waits until all work that was queued on this device is done, so that a clock can be read. A device whose kernels
     /// are done when they return has nothing to wait for.
     fn synchronize(&self) -> Result<()> {

@@ -20,6 +20,7 @@ pub struct Meta {
     precision: Precision,
     /// Whether uploaded tensors keep their values.
     keeps_uploads: bool,
+    takes_all: bool,
 }
 
 impl Meta {
@@ -32,6 +33,12 @@ impl Meta {
     /// A meta device that stands for a device with products of `f32` tensors in this precision.
     pub fn new(precision: Precision) -> Self {
         Self { precision, ..Self::default() }
+    }
+
+    /// The same, on a rank that [takes all](Device::takes_all).
+    #[must_use]
+    pub fn taking_all(self) -> Self {
+        Self { takes_all: true, ..self }
     }
 
     /// A meta device that stands for a device that computes in the precision of its tensors.
@@ -96,6 +103,10 @@ impl Device for Meta {
 
     fn has_values(&self) -> bool {
         false
+    }
+
+    fn takes_all(&self) -> bool {
+        self.takes_all
     }
 
     fn meter(&self) -> &Meter {

@@ -80,6 +80,10 @@ impl Device for Profiled {
         self.inner.has_values()
     }
 
+    fn takes_all(&self) -> bool {
+        self.inner.takes_all()
+    }
+
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.record(Traffic::call(Class::Memory, "download", &[buffer]), |device| device.download(buffer))
     }

@@ -214,6 +214,10 @@ impl Device for Widened {
         self.inner.has_values()
     }
 
+    fn takes_all(&self) -> bool {
+        self.inner.takes_all()
+    }
+
     fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
     }

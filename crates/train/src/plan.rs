@@ -2,14 +2,14 @@
 
 use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
-use crate::config::{Config, Dtype};
+use crate::config::{Config, Dtype, MoeRouter};
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
 use crate::{peers, replay};
 use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
-use meshwork_engine::dry_run::bytes_on;
+use meshwork_engine::dry_run::{self, bytes_on};
 use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
 use meshwork_tensor::ParamSpec;
@@ -71,6 +71,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     }
     for EqualRanks { ranks, pp_rank, each } in predict_all(config)? {
         let Prediction { parameters, model_bytes, memory, flops, ref records, ref exact, offloaded } = each;
+        let first = ranks[0];
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
             _ => (format!("ranks {}", spans(&ranks)), ", each"),
@@ -83,6 +84,14 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
             size(memory.total() as f64),
             flops as f64 / 1e9,
         );
+        if config.parallelism.ep > 1 && config.moe.router != MoeRouter::ExpertChoice {
+            // How many rows the experts of a rank take depends on the data.
+            let most = dry_run::crowded(&config.model(), &plan, first)?.total();
+            text += &format!(
+                "  experts        an even load is assumed; {} at the peak if all tokens choose experts of the rank\n",
+                size(most as f64)
+            );
+        }
         if offloaded.room > 0 {
             let [read, written, room] =
                 [offloaded.read, offloaded.written, offloaded.room].map(|bytes| size(bytes as f64));

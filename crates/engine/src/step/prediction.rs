@@ -48,11 +48,24 @@ pub fn bytes_on(records: &[Record], group: &str) -> f64 {
 /// # Errors
 /// A plan that does not fit, and a program that is wrongly distributed.
 pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction> {
+    predict_on(blank_device(plan), model, plan, world_rank)
+}
+
+/// The memory of the same step if the tokens of all ranks choose the experts of this one. [`predict`] assumes an even
+/// load; the memory of both is the same where the rows of a rank's experts do not depend on the data.
+///
+/// # Errors
+/// As [`predict`].
+pub fn crowded(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<MemoryUse> {
+    let device = Arc::new(Meta::new(plan.precision).taking_all());
+    Ok(predict_on(device, model, plan, world_rank)?.memory)
+}
+
+fn predict_on(device: Arc<dyn Device>, model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction> {
     // Memory is the most of both: a step that does not compress yet, and a step that does.
     let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
     let start_step = plan.compress.start_step.min(2);
     let plan = &Plan { compress: Compress { start_step, ..plan.compress }, ..plan.clone() };
-    let device = blank_device(plan);
     let mut trainer = trainer(model, plan, world_rank, device.clone())?;
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();

@@ -9,8 +9,8 @@ use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, Verify,
-    WholeState, dry_run,
+    AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StateSource, StepReport, TrainError, Trainer,
+    Verify, WholeState, dry_run,
 };
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -20,7 +20,9 @@ use meshwork_moe::balance::imbalance;
 use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_tensor::Shape;
 use meshwork_tensor::op::Order;
+use meshwork_tensor::param::LocalSlice;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -262,6 +264,65 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
                 }
             }
         }
+    }
+}
+
+/// Routers whose weights are zero: each token has the same scores, and chooses the first experts.
+struct Tied(WholeState);
+
+impl StateSource for Tied {
+    fn step(&self) -> u64 {
+        self.0.step()
+    }
+
+    fn updates(&self) -> u64 {
+        self.0.updates()
+    }
+
+    fn dims(&self, key: &StateKey) -> Option<Vec<usize>> {
+        self.0.dims(key)
+    }
+
+    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+        let values = self.0.read(key, dims, slice)?;
+        Ok(if format!("{key:?}").contains("router") { vec![0.0; values.len()] } else { values })
+    }
+}
+
+/// A rank that has all experts takes what is predicted, whatever tokens choose: all rows at once, or those of some
+/// tokens at a time. Of several ranks, the one that all tokens choose takes what is predicted for that load.
+#[test]
+fn memory_of_experts_is_predicted_to_the_byte() {
+    let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, ..MoeConfig::default() };
+    let config = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: true };
+    let gpt2 = Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config));
+    let state = World::threads(&"dp=1".parse().unwrap()).run_mesh(&"dp=1".parse().unwrap(), |rank| {
+        Trainer::new(Arc::new(gpt2.clone()), &plan("dp=1", Compress::default()), rank, Cpu::device())?.state()
+    });
+    let state = Tied(WholeState::merge(&state.unwrap()).unwrap());
+    for (mesh, block, tied) in [
+        ("dp=1", 0, false),
+        ("dp=1", 5, false),
+        ("dp=1", 5, true),
+        ("dp=2,ep=2", 0, true),
+        ("dp=2,ep=2", 5, true),
+        ("dp=4,ep=4", 3, true),
+    ] {
+        let model: Arc<dyn Model> = Arc::new(gpt2.clone().sequence_block(block));
+        // Weights stay as they are.
+        let lr = LrSchedule { base: 0.0, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 };
+        let plan = Plan { lr, ..plan(mesh, Compress::default()) };
+        let (even, most) = (dry_run::predict(&model, &plan, 0).unwrap(), dry_run::crowded(&model, &plan, 0).unwrap());
+        let measured = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+            if tied {
+                trainer.load_state(&state)?;
+            }
+            trainer.step(&batch(0, trainer.samples()))
+        });
+        let measured = measured.unwrap()[0].memory[0];
+        assert_eq!(measured, most, "{mesh}, {block}, {tied}");
+        assert_eq!(most == even.memory, !mesh.contains("ep"), "{mesh}, {block}");
     }
 }
 

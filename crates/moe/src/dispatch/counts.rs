@@ -17,7 +17,13 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    pub fn read(device: &dyn Device, chosen: &Chosen, once: &Buffer, [samples, ranks]: [usize; 2]) -> Result<Self> {
+    /// Those of `[samples, ranks]`, where this rank is number `rank`.
+    pub fn read(
+        device: &dyn Device,
+        chosen: &Chosen,
+        once: &Buffer,
+        [samples, ranks, rank]: [usize; 3],
+    ) -> Result<Self> {
         let (permutation, layout) = (device.permutation()?, device.layout()?);
         let Chosen { num_experts, capacity, top_k, .. } = *chosen;
         let experts = permutation.counts(chosen.experts.buffer(), samples, 0..num_experts)?;
@@ -33,11 +39,21 @@ impl Counts {
         if device.has_values() {
             return Ok(read);
         }
-        let seq = chosen.experts.shape()[1];
-        let of_sample =
-            even(seq * top_k, num_experts).map(|count| capacity.map_or(count, |capacity| count.min(capacity)));
-        let experts: Vec<usize> = of_sample.collect();
-        let tokens = vec![spread(seq, top_k, num_experts, num_experts / ranks); ranks];
+        let (seq, held) = (chosen.experts.shape()[1], num_experts / ranks);
+        let (experts, tokens): (Vec<usize>, _) = match device.takes_all().then_some(rank) {
+            None => (even(seq * top_k, num_experts).collect(), vec![spread(seq, top_k, num_experts, held); ranks]),
+            Some(rank) => {
+                let [here, there] = [top_k.min(held), top_k.saturating_sub(held)];
+                let others = num_experts - held;
+                let mut experts: Vec<usize> = even(seq * there, others).collect();
+                experts.splice(rank * held..rank * held, even(seq * here, held));
+                let mut tokens = vec![spread(seq, there, others.max(1), held); ranks];
+                tokens[rank] = seq;
+                (experts, tokens)
+            }
+        };
+        let taken = |count: usize| capacity.map_or(count, |capacity| count.min(capacity));
+        let experts: Vec<usize> = experts.into_iter().map(taken).collect();
         Ok(Self { experts: experts.repeat(samples), ranks: tokens.repeat(samples), ..read })
     }
 

@@ -23,7 +23,12 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&[key]) && stage > STAGES {
         fail(key, stage, "there is no such stage".to_owned(), format!("use one of 0 to {STAGES}"));
     } else if settings.sound(&[key, dp, cp]) && stage > 0 && mesh.dp == 1 && mesh.cp == 1 {
-        fail(key, stage, format!("no ranks to share out with: {dp} = 1"), format!("use {dp} of at least 2, or 0"));
+        fail(
+            key,
+            stage,
+            format!("no ranks to share out with: {dp} = 1"),
+            format!("use {dp} or {cp} of at least 2, or 0"),
+        );
     }
     if settings.sound(&[key, group]) && ranks > 0 && stage == 0 {
         fail(group, ranks, format!("shares out nothing with {key} = 0"), format!("use {key} of 1 to {STAGES}, or 0"));

@@ -97,16 +97,18 @@ fn emulator(kernels: &Arc<Host>, seed: usize) -> Arc<Emulator> {
 #[test]
 fn the_emulated_device_has_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
-    for (mesh, more) in [
-        ("dp=1", &[][..]),
-        ("dp=2,tp=2,pp=2", &[]),
-        ("tp=2", &["--set=parallelism.sequence_parallel=true"]),
-        ("dp=2", &["--set=memory.recompute=full"]),
-        ("dp=2", &["--set=parallelism.zero_stage=3"]),
-        ("dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
+    // Inner features of one token of each reduction block at a time.
+    let blocks = &["--set=memory.sequence_block=8", "--set=memory.loss_chunk=3"][..];
+    for (model, mesh, more) in [
+        (&[][..], "dp=1", &[][..]),
+        (blocks, "dp=2,tp=2,pp=2", &[]),
+        (blocks, "tp=2", &["--set=parallelism.sequence_parallel=true"]),
+        (blocks, "dp=2", &["--set=memory.recompute=full"]),
+        (&[], "dp=2", &["--set=parallelism.zero_stage=3"]),
+        (&[], "dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
     ] {
         let shared = emulator(&kernels, 0);
-        let report = diff(mesh, more, move |_| shared.clone());
+        let report = diff_of(model, mesh, more, move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {more:?}: {error}"));
         assert!(report.identical() && report.steps == 2, "{mesh} {more:?}: {report}");
     }
@@ -117,7 +119,7 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
 fn sequences_over_cp_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
     let llama = ["--set=model.kind=llama", "--set=model.dropout=0"];
-    let experts = ["--set=model.preset=switch-tiny", "--set=model.dropout=0"];
+    let experts = ["--set=model.preset=switch-tiny", "--set=model.dropout=0", "--set=memory.sequence_block=8"];
     for (model, mesh, method) in [
         (&[][..], "cp=2", "all_gather"),
         (&llama, "dp=2,cp=2", "all_to_all"),

@@ -261,7 +261,7 @@ fn what_ranks_cannot_share_out_is_refused() {
         ),
         (
             "--set parallelism.zero_stage=1",
-            "parallelism.zero_stage = 1: no ranks to share out with: parallelism.dp = 1; use parallelism.dp of at least 2, or 0",
+            "parallelism.zero_stage = 1: no ranks to share out with: parallelism.dp = 1; use parallelism.dp or parallelism.cp of at least 2, or 0",
         ),
         (
             "--mesh dp=4 --set parallelism.zero_stage=2 --set parallelism.zero_group=3",

@@ -22,6 +22,19 @@ fn a_router_that_looks_ahead_is_told_of() {
     assert!(!of("topk").contains("warning"));
 }
 
+/// With an even load the rank of an expert takes less than if all tokens came to it; one that has all takes the same.
+#[test]
+fn the_load_of_experts_is_said() {
+    let of = |ep| {
+        let toml = format!("[moe]\nnum_experts = 4\n[parallelism]\ndp = 2\nep = {ep}\n[memory]\nsequence_block = 16");
+        report(&Config::from_toml(&toml).unwrap()).unwrap()
+    };
+    let text = of(2);
+    let (_, told) = text.split_once("\n  experts        an even load is assumed; ").unwrap();
+    assert!(told.contains(" at the peak if all tokens choose experts of the rank\n"), "{text}");
+    assert!(!of(1).contains("even load"));
+}
+
 #[test]
 fn the_report_follows_the_partition() {
     let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();

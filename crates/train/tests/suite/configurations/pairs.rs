@@ -8,7 +8,7 @@ use meshwork_train::config::Args;
 use meshwork_train::load;
 
 use crate::configurations::draw::{Case, folder};
-use crate::configurations::steps;
+use crate::configurations::steps::{self, Same};
 
 /// What has values: each has a name and the keys that it sets.
 type Factor = (&'static str, &'static [(&'static str, Keys)]);
@@ -165,4 +165,25 @@ fn every_pair_of_ways_to_save_memory_trains_as_one_rank_does() {
     }
     println!("{} configurations have every pair", choices.len());
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+}
+
+/// Of values that are compressed one rank's numbers are no measure: those of all tokens at once are.
+#[test]
+fn compressed_values_of_some_tokens_at_a_time_train_as_those_of_all() {
+    let of = |keys: Keys, block: &'static str| {
+        let mut case = Case { masked: true, ..Case::default() };
+        let all = COMMON.iter().chain(keys).copied().chain([("memory.sequence_block", block)]);
+        case.keys.extend(all.map(|(key, value)| (key.to_owned(), value.to_owned())));
+        let (config, data) = load(&Args::parse(case.flags())).unwrap();
+        steps::train(&case, &config, data).unwrap_or_else(|why| panic!("{case}: {why}"))
+    };
+    for keys in [
+        &[("compress.gradients", "quant:8"), ("memory.recompute", "full")][..],
+        &[("compress.activations", "quant:8"), ("compress.activation_gradients", "topk:0.5")],
+        &[("compress.weights", "quant:8"), ("parallelism.zero_stage", "3"), ("moe.num_experts", "4")],
+        &[("compress.dispatch", "quant:8"), ("moe.num_experts", "4"), ("parallelism.ep", "2")],
+    ] {
+        let compared = steps::compare(&of(keys, "3"), &of(keys, "0"), &Same::Numbers, true);
+        compared.unwrap_or_else(|why| panic!("{keys:?}: {why}"));
+    }
 }

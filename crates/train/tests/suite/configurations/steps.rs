@@ -20,7 +20,7 @@ const STEPS: u64 = 2;
 
 /// What the ranks report.
 #[derive(Clone, Debug, PartialEq)]
-struct Numbers {
+pub struct Numbers {
     losses: Vec<f64>,
     norms: Vec<f64>,
     /// Losses of what was evaluated after the last step, which see its update.
@@ -150,7 +150,7 @@ pub fn masked(case: &Case, data: Data, seq_len: usize) -> Data {
 }
 
 /// Trains on a mesh of threads; every rank must report the same.
-fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
+pub fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let mesh = config.mesh().map_err(|error| error.to_string())?;
     let seq_len = config.model.seq_len;
     let data = masked(case, data, seq_len);
@@ -197,7 +197,7 @@ fn bits(numbers: &Numbers) -> Vec<u64> {
     losses.iter().chain(norms).chain(after).map(|number| number.to_bits()).collect()
 }
 
-fn compare(got: &Numbers, wanted: &Numbers, same: &Same, rounds: bool) -> Result<(), String> {
+pub fn compare(got: &Numbers, wanted: &Numbers, same: &Same, rounds: bool) -> Result<(), String> {
     if bits(got).len() != bits(wanted).len() || got.losses.is_empty() {
         return Err(format!("{got:?}, one rank {wanted:?}"));
     }

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""The longest sequences that another engine trained, predicted from a plan and a few constants.
+
+    benches/published_lengths.py           # the table; fails where a length is not predicted within 10%
+    benches/published_lengths.py --docs    # writes it into docs/long_sequences.md
+    benches/published_lengths.py --self-test    # without our own plan at each length: for .ci/run
+
+ALST (arXiv:2506.13996) publishes lengths, and no memory. benches/published_lengths.toml has these lengths and the tensors of
+a layer's backward in that engine. `--steps 0` says how many parameters the model has. Two numbers are fitted to some rows, and
+the other rows test them: the bytes of a GPU that no tensor of a layer takes, and the bytes of host memory for each parameter.
+The plan of the same settings is of meshwork itself. Needs cargo and Python 3.11.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from harness import machine, pages, programs
+
+FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+UNITS = {unit: 1 << 10 * power for power, unit in enumerate(["B", "KiB", "MiB", "GiB", "TiB"])}
+GB = 1e9
+WITHIN = 0.10
+
+
+def plan(program, row, tokens):
+    """The parameters of the model, and the bytes of a rank at the peak of a step on a sequence."""
+    gpus, several = row["gpus"], row["gpus"] > 1
+    sets = {
+        "model.preset": FACTS["models"][row["model"]]["preset"], "model.seq_len": tokens, "training.global_batch_size": 1,
+        "training.dtype": "bf16", "training.reduce_dtype": "bf16", "memory.recompute": "full", "memory.loss_chunk": 4096,
+        "memory.offload": "all" if row["inputs"] else "optimizer", "memory.offload_dir": ".",
+    }
+    sets |= {"parallelism.zero_stage": 3, "parallelism.context_parallel_method": "all_to_all"} if several else {}
+    sets |= {"memory.sequence_block": 4096} if row["tiled"] else {}
+    words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    argv = [program, "--steps", "0", "--mesh", f"cp={gpus}", *words]
+    said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"([\d,]+) parameters .* states; ([\d.,]+) (\w+) at the peak", " ".join(said.split()))
+    if not found:
+        sys.exit(f"error: no memory in the report of {' '.join(map(str, argv))}:\n{said}")
+    parameters, peak, unit = (group.replace(",", "") for group in found.groups())
+    return int(parameters), float(peak) * UNITS[unit]
+
+
+def widths(row):
+    """Numbers for each token of a rank."""
+    model = FACTS["models"][row["model"]]
+    head = model["hidden"] // model["heads"]
+    keys = max(model["kv_heads"], row["gpus"]) * head
+    queries = model["heads"] * head
+    return {
+        "hidden": model["hidden"], "queries": queries, "inner": model["inner"], "keys": keys,
+        "expanded": queries if keys < queries else 0,
+    }
+
+
+def moments(row):
+    """Bytes of each token of a rank by moment."""
+    of, model = widths(row), FACTS["models"][row["model"]]
+    others = 0 if row["inputs"] else 2 * model["hidden"] * (model["layers"] - 1)
+    for moment in FACTS["moments"]:
+        if not (row["tiled"] and moment.get("only") == "untiled"):
+            yield sum(of[width] * size for _, width, size in moment["tensors"]) + others, moment["name"]
+
+
+def by_gpu(row, parameters, fixed):
+    """The longest sequence that fits into the GPUs, and the moment that limits it."""
+    each, moment = max(moments(row))
+    model = FACTS["models"][row["model"]]
+    of = widths(row)
+    layer = 2 * (2 * of["hidden"] * of["queries"] + 2 * of["hidden"] * model["kv_heads"] * (of["queries"] // model["heads"]))
+    layer += 2 * 3 * of["hidden"] * of["inner"]
+    weights = 0 if row["gpus"] == 1 else 2 * parameters / row["gpus"]  # one GPU has its weights in host memory
+    # Of the layer whose backward runs, the whole weights and their gradients.
+    left = FACTS["memory"][row["gpu"]] - weights - 2 * layer - fixed
+    return row["gpus"] * left / each, f"GPU, at {moment}"
+
+
+def by_host(row, parameters, of_parameter):
+    """The longest sequence whose inputs of layers fit into the memory of the hosts."""
+    if not row["inputs"]:
+        return float("inf"), "hosts"
+    model, memory = FACTS["models"][row["model"]], FACTS["memory"]
+    hosts = max(1, row["gpus"] // memory["gpus_of_a_host"])
+    return (hosts * memory["host"] - of_parameter * parameters) / (2 * model["hidden"] * model["layers"]), "hosts"
+
+
+def fit(rows, predict, candidates):
+    """The candidate whose largest error over these rows is the smallest."""
+    worst = lambda candidate: max(abs(predict(row, candidate)[0] / row["tokens"] - 1) for row in rows)
+    return min(candidates, key=worst)
+
+
+def table(program, plans):
+    rows = FACTS["rows"]
+    parameters = {}
+    for row in rows:
+        if row["model"] not in parameters:
+            parameters[row["model"]], _ = plan(program, row, 8192)
+        if plans:  # plans are lines, and a plan of a whole length may have more operations than are counted
+            ends = [row["tokens"] // 4, row["tokens"] // 2]
+            near = [plan(program, row, tokens)[1] for tokens in ends]
+            each = (near[1] - near[0]) / (ends[1] - ends[0])
+            row["peak"] = near[1] + each * (row["tokens"] - ends[1])
+            row["ours"] = ends[1] + (FACTS["memory"][row["gpu"]] - near[1]) / each
+    of = lambda kind: [row for row in rows if row.get("fit") == kind]
+    gpu = lambda row, fixed: by_gpu(row, parameters[row["model"]], fixed)
+    host = lambda row, each: by_host(row, parameters[row["model"]], each)
+    fixed = fit(of("gpu"), gpu, [tenth * GB / 10 for tenth in range(500)])
+    of_parameter = fit(of("host"), host, [tenth / 10 for tenth in range(500)])
+    yield f"Fitted: {fixed / GB:.1f} GB of a GPU, and {of_parameter:.1f} bytes of host memory for each parameter.\n"
+    ours = " | our plan at that length | longest that we plan" if plans else ""
+    yield f"| GPUs | Llama | inputs offloaded | networks in blocks | published | predicted | off by | limit{ours} |"
+    yield "|---|---|---|---|---|---|---|---|" + ("---|---|" if plans else "")
+    missed = []
+    for row in rows:
+        tokens, limit = min(gpu(row, fixed), host(row, of_parameter))
+        off = tokens / row["tokens"] - 1
+        if abs(off) > WITHIN:
+            missed.append(f"{row['gpus']} {row['gpu']}, {row['model']}, {row['tokens']:,} tokens: {off:+.0%}")
+        yes = lambda what: "yes" if row[what] else "no"
+        used = " (fitted)" if "fit" in row else ""
+        ours = f" | {row['peak'] / UNITS['GiB']:.1f} GiB | {round(row['ours'], -4):,.0f}" if plans else ""
+        yield (
+            f"| {row['gpus']} {row['gpu']} | {row['model']} | {yes('inputs')} | {yes('tiled')} | {row['tokens']:,}"
+            f" | {round(tokens, -4):,.0f} | {off:+.1%}{used} | {limit}{ours} |"
+        )
+    if missed:
+        sys.exit("error: not within 10%: " + "; ".join(missed))
+
+
+def main():
+    parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parse.add_argument("--program", type=Path, help="a built gpt_train (by default it is built)")
+    parse.add_argument("--self-test", action="store_true", help="without our own plan at each length")
+    parse.add_argument("--docs", type=Path, nargs="?", const=machine.ROOT / "docs" / "long_sequences.md", help="the page that shows the table")
+    args = parse.parse_args()
+    program = args.program or programs.Programs(2).build("gpt_train")
+    shown = "\n".join(table(program, not args.self_test))
+    print(shown)
+    if args.docs:
+        pages.write_between(args.docs, "benches/published_lengths.py", shown)
+
+
+if __name__ == "__main__":
+    main()
