@@ -449,7 +449,7 @@ impl Endpoint {
 
     /// Blocks until an operation is over. Meanwhile this thread moves the messages of the process.
     pub(crate) fn wait(&self, key: Key, site: &Site) -> Result<Buffer, CommError> {
-        let _driving = self.port.drive();
+        let _driving = self.port.drivers.enter();
         if let Some(result) = self.finished(&mut self.lock(), key, site) {
             return result;
         }
@@ -690,7 +690,7 @@ impl Endpoint {
 
     /// Waits until all ranks have ended, and after a fault at most for the timeout: how they did.
     pub(crate) fn wait_for_ends(&self) -> Ended {
-        let (_driving, begun, mut pause) = (self.port.drive(), Instant::now(), Pause::of_rank(LONGEST_SLEEP));
+        let (_driving, begun, mut pause) = (self.port.drivers.enter(), Instant::now(), Pause::of_rank(LONGEST_SLEEP));
         loop {
             let any = self.port.poll();
             let mut state = self.lock();

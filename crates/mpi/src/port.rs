@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::block::Block;
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
-use crate::pause::Pause;
+use crate::pause::{Drivers, Pause};
 use crate::wire::{self, EAGER, Event, ROOM, Wire};
 
 /// How long processes that are alive may take to end.
@@ -69,16 +69,7 @@ pub(crate) struct Port {
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
     /// Ranks that wait, and so move messages.
-    drivers: AtomicUsize,
-}
-
-/// A rank moves messages as long as this lives.
-pub(crate) struct Driving<'a>(&'a Port);
-
-impl Drop for Driving<'_> {
-    fn drop(&mut self) {
-        self.0.drivers.fetch_sub(1, Ordering::Relaxed);
-    }
+    pub(crate) drivers: Drivers,
 }
 
 /// What a large message is for.
@@ -141,7 +132,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Port {
     pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
-        let (abandoned, drivers) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
         Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers }
     }
 
@@ -270,17 +261,6 @@ impl Port {
             }
         }
         any
-    }
-
-    /// The thread of a rank moves messages from now on: no other needs to.
-    pub(crate) fn drive(&self) -> Driving<'_> {
-        self.drivers.fetch_add(1, Ordering::Relaxed);
-        Driving(self)
-    }
-
-    /// Whether ranks move messages.
-    pub(crate) fn is_driven(&self) -> bool {
-        self.drivers.load(Ordering::Relaxed) > 0
     }
 
     /// Adds a rank's end of a world.

@@ -281,7 +281,7 @@ const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis
 fn work(port: &Port, over: &AtomicBool) {
     let mut pauses = SLEEPS.map(Pause::of_thread);
     loop {
-        let mut any = !port.is_driven() && port.poll();
+        let mut any = !port.drivers.is_any() && port.poll();
         let mut busy = false;
         for endpoint in port.endpoints() {
             let (moved, under_way) = endpoint.advance();
