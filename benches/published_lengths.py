@@ -101,9 +101,13 @@ def table(program, plans):
     for row in rows:
         if row["model"] not in parameters:
             parameters[row["model"]], _ = plan(program, row, 8192)
-        if plans:  # plans are lines, and a plan of a whole length may have more operations than are counted
-            ends = [row["tokens"] // 4, row["tokens"] // 2]
-            near = [plan(program, row, tokens)[1] for tokens in ends]
+        if plans:
+            ends = [row["tokens"] // 2, row["tokens"]]
+            try:
+                near = [plan(program, row, tokens)[1] for tokens in ends]
+            except subprocess.CalledProcessError:  # more operations than are counted: the line of shorter plans goes on
+                ends = [row["tokens"] // 4, row["tokens"] // 2]
+                near = [plan(program, row, tokens)[1] for tokens in ends]
             each = (near[1] - near[0]) / (ends[1] - ends[0])
             row["peak"] = near[1] + each * (row["tokens"] - ends[1])
             row["ours"] = ends[1] + (FACTS["memory"][row["gpu"]] - near[1]) / each
