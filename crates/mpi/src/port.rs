@@ -1,8 +1,10 @@
 //! The port of a process: brings messages to ranks, through memory within the process and over the wire to others.
+//!
+//! More than 400 lines: whatever arrives, in memory or over the wire, is brought to its rank here, under two locks.
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -68,6 +70,8 @@ pub(crate) struct Port {
     desk: Mutex<Desk>,
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
+    /// The ranks of this host for each of its cores.
+    crowd: AtomicU32,
     /// Ranks that wait, and so move messages.
     pub(crate) drivers: Drivers,
 }
@@ -133,7 +137,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Port {
     pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
         let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
-        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers }
+        let crowd = AtomicU32::new(crowd(layout.processes * layout.ranks_per_process));
+        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
     }
 
     /// Sends a message to a rank of a process.
@@ -300,6 +305,16 @@ impl Port {
         lock(&self.wire).as_ref().is_some_and(Wire::is_busy)
     }
 
+    /// Takes note of how many ranks are on this host.
+    pub(crate) fn share_host(&self, ranks: usize) {
+        self.crowd.store(crowd(ranks), Ordering::Relaxed);
+    }
+
+    /// The longest sleep of a wait: where ranks share cores, their looks alone would take all of these.
+    pub(crate) fn sleep(&self, alone: Duration) -> Duration {
+        alone.saturating_mul(self.crowd.load(Ordering::Relaxed))
+    }
+
     /// Takes note that the process of some rank may never end MPI.
     pub(crate) fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
@@ -365,6 +380,12 @@ impl Port {
         }
         true
     }
+}
+
+/// How many ranks of a host share a core.
+fn crowd(ranks: usize) -> u32 {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (ranks / cores).clamp(1, 64) as u32
 }
 
 /// Memory for a message of this many bytes.
