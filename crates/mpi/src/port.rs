@@ -12,11 +12,11 @@ use meshwork_core::{Buffer, DType};
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
-use crate::block::Block;
+use crate::block::{Block, EAGER, ROOM};
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
 use crate::pause::{Drivers, Pause};
-use crate::wire::{self, EAGER, Event, ROOM, Wire};
+use crate::wire::{self, Event, Wire};
 
 /// How long processes that are alive may take to end.
 const LAST: Duration = Duration::from_secs(5);
