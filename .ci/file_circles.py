@@ -93,7 +93,7 @@ class Crate:
             return module
         if head in self.uses.get(module, ()):
             target = self.uses[module][head]
-            return self.home(module, (*target, *rest), seen) if target != (head,) else None
+            return self.home(module, (*target, *rest), seen) if target[0] != head else None
         for glob in self.globs.get(module, ()):
             if glob[0] not in ("crate", "self", "super") and (*module, glob[0]) not in self.texts:
                 continue

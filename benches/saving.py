@@ -3,15 +3,18 @@
 
     benches/saving.py                        # preset small, a save after every 10 steps, 12 saves
     benches/saving.py --dir DIR -- --mesh dp=2    # saves in DIR, whose disk counts; more arguments of gpt_train
+    benches/saving.py --memory               # snapshots in memory instead (checkpoint.peer_every), of two processes of Open MPI
     benches/saving.py --self-test            # a tiny model and two saves: for .ci/run
 
 A save begins after a step. It copies the state, which delays the next step, and writes while further steps run. The steps from
 the first after it until the save is over are compared with the median of the other steps between the save before and the next one.
+A snapshot in memory is over before the next step begins, which it delays: the step is timed from the end of the one before.
 Needs cargo and Python 3.11.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -48,16 +51,18 @@ def compared(step_ms, saves):
     return rows
 
 
-def run(program, dir, saves, more):
-    """Milliseconds of each step after the first ten, and seconds of each save."""
+def run(command, memory, dir, saves, more):
+    """Milliseconds of each step after the first ten, and seconds of each save: of snapshots in memory, after their step, none."""
     metrics = Path(dir) / "metrics.jsonl"
+    sets = [f"checkpoint.peer_every={EVERY}"] if memory else [f"checkpoint.dir={Path(dir) / 'run'}", f"checkpoint.every={EVERY}"]
     steps = (saves + 2) * EVERY  # what comes first warms up, and after the last save there are steps beside it
-    sets = [f"checkpoint.dir={Path(dir) / 'run'}", f"checkpoint.every={EVERY}"]
-    argv = [program, "--steps", str(steps), "--metrics", metrics, *more, *(word for one in sets for word in ("--set", one))]
-    out = lifetime.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+    argv = [*command.argv, "--steps", str(steps), "--metrics", metrics, *more, *(word for one in sets for word in ("--set", one))]
+    out = lifetime.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | command.environment).stdout
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     step_ms = {event["step"]: event["step_ms"] for event in events if event["event"] == "step" and event["step"] > EVERY}
     found = {int(step): float(seconds) for step, seconds in SAVED.findall(out)}
+    if memory:
+        found = dict.fromkeys(range(EVERY, steps, EVERY), 0.0)
     return step_ms, {step: seconds for step, seconds in found.items() if EVERY < step < steps}
 
 
@@ -73,16 +78,20 @@ def main():
     parse = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parse.add_argument("--saves", type=int, default=12, help="saves that are measured (12)")
     parse.add_argument("--dir", type=Path, help="where checkpoints are written (the system's place for temporary files)")
+    parse.add_argument("--memory", action="store_true", help="snapshots in the memory of processes")
     parse.add_argument("--self-test", action="store_true", help="the smallest run")
     parse.add_argument("more", nargs="*", help="arguments of gpt_train, after --")
     args = parse.parse_args()
-    program = programs.Programs(2).build("gpt_train")
+    jobs = programs.Programs(2)
+    command = programs.Command([jobs.build("gpt_train")])
     more = ["--set", "model.preset=small", *args.more]
+    if args.memory:
+        command = jobs.command("mpirun -n 2 gpt_train --mesh dp=2 --set parallelism.elastic=dp")
     if args.self_test:
         check_arithmetic()
         args.saves, more = 2, "--set model.hidden_size=16 --set model.num_layers=1 --set model.seq_len=16".split()
     with tempfile.TemporaryDirectory(prefix="meshwork-saving-", dir=args.dir) as dir:
-        step_ms, saves = run(program, dir, args.saves, more)
+        step_ms, saves = run(command, args.memory, dir, args.saves, more)
     rows = compared(step_ms, saves)
     if len(saves) != args.saves or not rows:
         sys.exit(f"error: {len(saves)} saves and not {args.saves}, {len(rows)} of them with steps beside them: save less often")

@@ -32,7 +32,7 @@ LONGEST = 90  # seconds of a run
 SWITCH = f"mw{os.getpid()}"  # the namespace of the bridge between pods
 USER = 1000  # of the image
 SEARCH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# The files of a pod: root, image and name of the pod, then pairs of a folder and where it is mounted, then the command behind --.
+# The files of a pod: root, image and name of the pod, pairs of a folder and where it is mounted, --, the command.
 ROOM = """
 set -e
 root=$1 image=$2

@@ -1,11 +1,13 @@
 """The operations of `cargo bench -p meshwork-cuda --bench ops`, of the same names and sizes, by PyTorch: a JSON line each.
 
-    operations.py [--device cuda] [--small] [--attention BATCHxTOKENSxHEADSxFEATURES] [WORD..]    # those whose name has every word
+    operations.py [--device cuda] [--small] [--attention BATCHxTOKENSxHEADSxFEATURES] [--window TOKENS] [WORD..]    # those whose name has every word
 
-Attention is that of the fastest backend of scaled_dot_product_attention. An operation that fails is a line with the reason.
+Attention is that of the fastest backend of scaled_dot_product_attention; with a window, by a mask or by flex_attention, and
+counted as without one. An operation that fails is a line with the reason.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -13,12 +15,14 @@ import time
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 parse = argparse.ArgumentParser()
 parse.add_argument("words", nargs="*")
 parse.add_argument("--device", default="cuda")
 parse.add_argument("--small", action="store_true")
 parse.add_argument("--attention", help="this shape instead of others")
+parse.add_argument("--window", type=int, help="tokens that a query sees at most")
 args = parse.parse_args()
 
 CUDA = args.device != "cpu"
@@ -103,23 +107,35 @@ def grouped(m, n, k, dtype):
     return lambda: mm(x, w.transpose(1, 2), offs=ends)
 
 
+def ways_of_attention(seq):
+    """Attention of q, k and v in each way that PyTorch has."""
+    seen = {"is_causal": True}
+    if args.window:
+        query, key = torch.arange(seq, device=args.device)[:, None], torch.arange(seq, device=args.device)
+        seen = {"attn_mask": (key <= query) & (query - key < args.window)}
+
+    def by(backend, q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **seen)
+
+    ways = [functools.partial(by, backend) for backend in BACKENDS]
+    if args.window:
+        within = lambda _batch, _head, q, kv: (kv <= q) & (q - kv < args.window)
+        blocks = create_block_mask(within, None, None, seq, seq, device=args.device)
+        ways.append(functools.partial(torch.compile(flex_attention), block_mask=blocks))
+    return ways
+
+
 def attention(shape, dtype, backward):
     batch, seq, heads, size = shape
     q, k, v = (numbers(batch, heads, seq, size, dtype=dtype, grad=backward) for _ in range(3))
     dout, best = torch.rand_like(q), None
-    for backend in BACKENDS:
+    for way in ways_of_attention(seq):
         try:
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-                def forward(backend=backend):
-                    with sdpa_kernel(backend):
-                        F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-                call = gradient(out, (q, k, v), dout) if backward else forward
-                took = seconds(call)
-        except RuntimeError:
-            continue  # a backend that does not have this type or size
+            call = gradient(way(q, k, v), (q, k, v), dout) if backward else functools.partial(way, q, k, v)
+            took = seconds(call)
+        except (RuntimeError, NotImplementedError):
+            continue  # a way that does not have this type, size or direction
         if best is None or took < best[0]:
             best = took, call
     if best is None:
@@ -209,6 +225,7 @@ for name, dtype in DTYPES.items():
     for shape in ATTENTION:
         batch, seq, heads, size = shape
         forward, words = 2 * batch * heads * size * seq * (seq + 1), f"{name} {'x'.join(map(str, shape))}"
+        words += f", window {args.window}" * bool(args.window)
         report(f"attention {words}", lambda: attention(shape, dtype, False), forward)
         report(f"attention gradient {words}", lambda: attention(shape, dtype, True), 2.5 * forward)
 ROW = f"{TOKENS}x{HIDDEN}"

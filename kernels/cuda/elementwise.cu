@@ -43,6 +43,18 @@ DEVICE float tanh_derivative(float x) {
     return 4.0f * of.at * of.against;
 }
 
+// Φ(x), the share of a normal distribution below x, from its tail below -|x|.
+DEVICE float normal(float x) {
+    float z = fabsf(x) * 0.70710678f, of = 1.0f / fmaf(z, 0.3275911f, 1.0f);
+    float p = 1.0614054f;
+    p = fmaf(p, of, -1.453152f);
+    p = fmaf(p, of, 1.4214137f);
+    p = fmaf(p, of, -0.28449672f);
+    p = fmaf(p, of, 0.2548296f);
+    float tail = p * of * exp_bits(-z * z) * 0.5f;
+    return x > 0.0f ? 1.0f - tail : tail;
+}
+
 KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
     map_vectors<FOUR>(x, out, count, [=](float x) { return x * factor; });
 }
@@ -91,6 +103,20 @@ KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
         near = 200.0f < near ? 200.0f : near;
         Sides of = sigmoid(x);
         return dy * fmaf(near * of.at, of.against, of.at);
+    });
+}
+
+KERNEL exact_gelu_forward(const float* x, float* out, i64 count) {
+    map_vectors<FOUR>(x, out, count, [=](float x) { return x * normal(x); });
+}
+
+KERNEL exact_gelu_backward(const float* dy, const float* x, float* dx, i64 count) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
+        // Below -200, the density is zero and x may be infinite. NaN passes.
+        float near = -200.0f > x ? -200.0f : x;
+        near = 200.0f < near ? 200.0f : near;
+        float density = exp_bits(near * near * -0.5f) * 0.3989423f;
+        return dy * fmaf(near, density, normal(x));
     });
 }
 

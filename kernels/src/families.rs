@@ -194,6 +194,8 @@ kernels! {
     sigmoid_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
     silu_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;
     silu_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
+    exact_gelu_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;
+    exact_gelu_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
     soft_cap_forward(In F32 x, Out F32 out, Value I64 count, Value F32 cap) in elementwise, FOURS_OF_F32;
     soft_cap_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count, Value F32 cap) in elementwise, FOURS_OF_F32;
     zip_sub(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n) in elementwise, FOURS_OF_F32;

@@ -88,8 +88,8 @@ floors! {
     bias bias_16, "32768 × 2048"; x X, bias H, out X; 0, 0;
     bias_residual bias_residual_16, "32768 × 2048"; x X, bias H, residual X, out X; 0, 0;
     sum_parts sum_parts_16, "32768 × 2048 by 64"; x X, starts PARTS, sums PARTS * H; 0, 0;
-    exp_forward tanh_forward sigmoid_forward silu_forward soft_cap_forward, "32768 × 2048"; x X, out X; 0, 0;
-    exp_backward tanh_backward sigmoid_backward silu_backward soft_cap_backward, "32768 × 2048"; dy X, x X, dx X; 0, 0;
+    exp_forward tanh_forward sigmoid_forward silu_forward exact_gelu_forward soft_cap_forward, "32768 × 2048"; x X, out X; 0, 0;
+    exp_backward tanh_backward sigmoid_backward silu_backward exact_gelu_backward soft_cap_backward, "32768 × 2048"; dy X, x X, dx X; 0, 0;
     zip_sub zip_mul zip_div, "32768 × 2048"; x X, y X, out X; 0, 0;
     relu_forward, "32768 × 2048"; x X, out X, above X / 8; 0, 0;
     relu_backward, "32768 × 2048"; dy X, above X / 8, dx X; 0, 0;

@@ -4,8 +4,8 @@
 //!
 //! `cargo bench -p meshwork-context-parallel --bench context` with the sizes of `small` and 16,384 tokens, in zigzag
 //! order as one document, and `by_document` as several. All are timed in turn, and a share is the median of the shares
-//! of the turns. Words choose cases that have one of them in their name. `--json` prints lines for `benches/compare.py`.
-//! Without `--bench`, as under `cargo test`, everything runs once on short sequences.
+//! of the turns. Words choose cases that have one of them in their name. `--json` prints lines for
+//! `benches/compare.py`. Without `--bench`, as under `cargo test`, everything runs once on short sequences.
 
 use meshwork_context_parallel::{Balance, ByDocument, ContextParallel, Method};
 use meshwork_core::profile::{self, Class, Recorder, Span};

@@ -1,6 +1,6 @@
 //! Which method costs the least time: sends the fewest bytes that computation does not hide, and shares out the work.
 
-use crate::ring::{sees, steps};
+use crate::pass::{sees, steps};
 use crate::{Method, parts_of_heads};
 use meshwork_tensor::kernel::seen_pairs;
 use meshwork_tensor::op::Order;

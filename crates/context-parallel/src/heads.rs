@@ -190,8 +190,8 @@ impl<'a> Heads<'a> {
         if dtype.is_half() { pointwise.cast(&sums, dtype) } else { Ok(sums) }
     }
 
-    /// Moves rows between `[n, b, s/n]`, as ranks send them, and `[b, s]` in the order of the sequence. `way` says which
-    /// of both is read, and which written.
+    /// Moves rows between `[n, b, s/n]`, as ranks send them, and `[b, s]` in the order of the sequence. `way` says
+    /// which of both is read, and which written.
     fn ordered(&self, x: Buffer, of: &Parts, way: impl Fn(usize, usize) -> [usize; 2]) -> Result<Buffer> {
         let (n, [b, s, parts, ..]) = (self.ranks.len(), of.dims);
         if b == 1 && self.order.is_natural() {

@@ -5,7 +5,7 @@
 //! other places that have the same heads, as in [`Ring`](crate::Ring).
 
 use crate::heads::{Heads, named};
-use crate::ring::Pass;
+use crate::pass::Pass;
 use meshwork_core::{Axes, DType};
 use meshwork_tensor::op::{Exchange, Exchanged, Order};
 use meshwork_tensor::{Error, Result, Tensor};

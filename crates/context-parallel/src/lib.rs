@@ -9,6 +9,7 @@ mod context;
 mod heads;
 mod hybrid;
 mod method;
+mod pass;
 mod ring;
 
 pub use all_to_all::AllToAll;

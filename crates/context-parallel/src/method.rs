@@ -15,8 +15,8 @@ use std::str::FromStr;
 /// | hybrid, R places with n = cp/R ranks | `(n-1)/n · s/cp · (2h + k)`, then `(R-1) · s/cp · k` as ring | heads of queries on each rank divisible by n |
 ///
 /// Each rank receives as much. Backward sends as much as forward; a ring also the gradients of keys and values, in f32.
-/// Where heads of keys and values are fewer than the ranks that exchange heads, each of these gets a copy of the one that
-/// its queries read: instead of `k/n` the width of one head, twice.
+/// Where heads of keys and values are fewer than the ranks that exchange heads, each of these gets a copy of the one
+/// that its queries read: instead of `k/n` the width of one head, twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// Keys and values of all tokens come to every rank (Llama 3, section 3.3.2).

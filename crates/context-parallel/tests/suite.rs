@@ -189,7 +189,7 @@ fn what_ranks_exchange_is_what_is_published() {
 /// its gradients comes back from there.
 #[test]
 fn blocks_outside_the_window_do_not_travel() {
-    let window = |window| Mask { documents: None, window: Some(window) };
+    let window = |window| Mask { window: Some(window), ..Mask::default() };
     let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
     for (tokens, steps) in [(1, 0), (2, 1), (10, 1), (17, 1), (18, 2), (34, 3), (64, 3)] {
         for method in [Method::Ring, Method::AllGather] {
@@ -227,7 +227,7 @@ fn the_rule_counts_what_is_sent() {
                 let ring = if let Method::Hybrid { ring_degree } = method { ring_degree } else { cp };
                 let order = if zigzag { Order::zigzag(ring) } else { Order::default() };
                 let sizes = Sizes { cp, bytes: dtype.size(), window, zigzag, ..SIZES };
-                let mask = Mask { documents: None, window };
+                let mask = Mask { window, ..Mask::default() };
                 let sent: f64 =
                     calls_in(method, &order, [cp, 1, 64], dtype, mask).iter().flatten().map(Record::bytes).sum();
                 // Of two samples.

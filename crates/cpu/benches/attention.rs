@@ -56,10 +56,11 @@ fn main() {
     let json = arguments.iter().any(|argument| argument == "--json");
     if json {
         let shapes = SHAPES.into_iter().filter(|(name, _, group, documents, window)| {
-            let plain = group.is_none() && *documents == 1 && window.is_none();
-            plain && only.is_none_or(|only| name.contains(only.as_str()))
+            let (plain, asked) =
+                (group.is_none() && *documents == 1, only.is_some_and(|only| name.contains(only.as_str())));
+            plain && if window.is_some() { asked } else { only.is_none() || asked }
         });
-        return shapes.for_each(|(_, shape, ..)| beside_products(shape, measured));
+        return shapes.for_each(|(_, shape, .., window)| beside_products(shape, window, measured));
     }
     println!("{} threads; GFLOP/s, best/median", pool::threads());
     print!("{:<30} {:<20}", "shape", "batch seq heads dim");
@@ -84,7 +85,7 @@ fn main() {
 }
 
 /// Prints the rates of both directions, and their shares of the rate of a product.
-fn beside_products([batch, seq, heads, head_dim]: [usize; 4], measured: bool) {
+fn beside_products([batch, seq, heads, head_dim]: [usize; 4], window: Option<usize>, measured: bool) {
     let (seq, turns) = if measured { (seq, TURNS) } else { (seq.min(40), 1) };
     let (dims, hidden, tokens) = (Dims::new([batch, seq, heads, head_dim]), heads * head_dim, batch * seq);
     let shape = GroupedShape::alone(AttentionShape { batch, seq, heads, head_dim });
@@ -92,7 +93,7 @@ fn beside_products([batch, seq, heads, head_dim]: [usize; 4], measured: bool) {
         (normal("x", tokens * hidden), normal("w", 3 * hidden * hidden), normal("dout", tokens * hidden));
     let (mut qkv, mut dqkv) = (vec![0.0; 3 * tokens * hidden], vec![0.0; 3 * tokens * hidden]);
     let (mut out, mut lse) = (vec![0.0; tokens * hidden], vec![0.0; tokens * heads]);
-    let (tiles, masks, none) = (f32::tiles(Precision::F32), Masks::default(), Default::default());
+    let (tiles, masks, none) = (f32::tiles(Precision::F32), Masks { window, ..Masks::default() }, Default::default());
     let seconds = |call: &mut dyn FnMut()| {
         let start = Instant::now();
         call();
@@ -123,7 +124,8 @@ fn beside_products([batch, seq, heads, head_dim]: [usize; 4], measured: bool) {
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    let size = format!("f32 {batch}x{seq}x{heads}x{head_dim}");
+    let window = window.map_or_else(String::new, |window| format!(", window {window}"));
+    let size = format!("f32 {batch}x{seq}x{heads}x{head_dim}{window}");
     println!(r#"{{"product": "product beside attention", "gflops": {:.1}}}"#, median(&|rates| 1e-9 * rates[0]));
     for (at, words) in [(1, "attention"), (2, "attention gradient"), (3, "attention and gradient")] {
         println!(r#"{{"product": "{words} {size}", "gflops": {:.1}}}"#, median(&|rates| 1e-9 * rates[at]));

@@ -45,7 +45,7 @@ fn masks<'a>(masks: AttentionMasks<'a>, packing: Option<&'a Packing>) -> Masks<'
         first_head: d.first_head,
         global_heads: d.global_heads,
     });
-    Masks { dropout, packing, window: masks.window, runs: masks.runs }
+    Masks { dropout, packing, window: masks.window, runs: masks.runs, cap: masks.cap }
 }
 
 /// The share of the operations of a sequence without documents, `flops`, that documents leave.
@@ -223,7 +223,8 @@ mod tests {
     use crate::Precision;
     use meshwork_tensor::random::{fill_normal, key};
 
-    const NONE: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None, window: None, runs: None };
+    const NONE: AttentionMasks<'static> =
+        AttentionMasks { dropout: None, documents: None, window: None, runs: None, cap: None };
 
     /// Both directions compute in the precision of the device, the gradient from the same saved results.
     #[test]

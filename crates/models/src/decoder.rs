@@ -1,10 +1,14 @@
-//! Decoders of language: a token table, blocks of attention and a feed-forward network behind a norm each, a norm, and
-//! an output head that is the token table or not. What families such as [GPT-2](crate::gpt2) and
-//! [Llama](crate::llama) differ in is data, their [`DecoderConfig`].
+//! Decoders of language: a token table, blocks of attention and a feed-forward network, a norm, and an output head that
+//! is the token table or not. In what the [families](crate::families) differ is data, a [`DecoderConfig`]:
 //!
 //! ```text
-//! x = W_tok[ids] (+ W_pos)           x ← x + Attn(norm(x))    x ← x + MLP(norm(x))   (layers times)
-//! logits = norm(x) · W_headᵀ
+//! x = e · W_tok[ids] (+ W_pos)
+//! x ← x + r · behind₁(Attn(before₁(x)))    x ← x + r · behind₂(MLP(before₂(x)))        once a layer; or, parallel,
+//! x ← x + r · behind₁(Attn(before₁(x))) + r · behind₂(MLP(before₂(x)))
+//! logits = cap(norm(x) · W_headᵀ)
+//!
+//! Attn(x) = softmax(mask(cap(s · turn(n_q(x Wqᵀ + b_q)) · turn(n_k(x Wkᵀ + b_k))ᵀ))) (x Wvᵀ + b_v) · Woᵀ + b_o
+//! MLP(x)  = f(x Wupᵀ + b_up) · Wdownᵀ + b_down,  gated  (f(x Wgateᵀ) · (x Wupᵀ)) · Wdownᵀ,  or experts
 //! ```
 //!
 //! Weights start from N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
@@ -12,118 +16,43 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
 
-use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec, Norm};
+pub use crate::decoder_config::{DecoderConfig, Layers, Names, NormKind};
+use crate::experts::{self, Branch, ExpertsConfig, FeedForward, FeedForwardSpec, Norm, scaled};
 use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::{GroupedHeads, MlpKind};
+use meshwork_tensor::op::{GroupedHeads, Mask};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
-use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
 
-/// The sizes of a decoder, and what its family does in another way than others.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DecoderConfig {
-    /// Number of token ids.
-    pub vocab_size: usize,
-    /// Number of blocks.
-    pub num_layers: usize,
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Inner width of the feed-forward blocks.
-    pub ffn_hidden_size: usize,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// A sliding window: tokens that a query sees at most, its own and those before it.
-    pub sliding_window: Option<usize>,
-    /// Whether the output head is the token table.
-    pub tie_embeddings: bool,
-    /// Dropout probability of embeddings, attention weights and residual branches.
-    pub dropout: f32,
-    /// Whether products in blocks have biases.
-    pub bias: bool,
-    /// The norms.
-    pub norm: NormKind,
-    /// The attention.
-    pub attention: AttentionKind,
-    /// The feed-forward networks.
-    pub mlp: MlpKind,
-    /// The names of parameters.
-    pub names: Names,
-}
-
-/// The norms of a decoder.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum NormKind {
-    /// Layer norms with biases.
-    Layer,
-    /// Root mean square norms.
-    Rms {
-        /// Added to the mean square.
-        eps: f64,
-    },
-}
-
-/// The attention of a decoder.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum AttentionKind {
-    /// As many heads of queries, keys and values, which are one product.
-    Fused {
-        /// The number of heads; must divide the hidden size.
-        heads: usize,
-    },
-    /// Groups of heads of queries share heads of keys and values.
-    Grouped(GroupedHeads),
-}
-
-/// The names of a decoder's parameters, as checkpoints have them. In block `n` they begin with `{block}.{n}.`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Names {
-    /// The token table.
-    pub tokens: &'static str,
-    /// The table of learned positions, if there is one.
-    pub positions: Option<&'static str>,
-    /// The blocks.
-    pub block: &'static str,
-    /// The norms in front of attention and feed-forward network.
-    pub norms: [&'static str; 2],
-    /// The attention.
-    pub attention: &'static str,
-    /// The feed-forward network.
-    pub mlp: &'static str,
-    /// The norm in front of the head.
-    pub last_norm: &'static str,
-    /// The head, where it is not the token table.
-    pub head: &'static str,
-}
-
-/// The sizes of a decoder as its family states them.
-pub trait Family: Copy + Debug + Send + Sync + 'static {
-    /// The decoder of these sizes.
-    fn decoder(&self) -> DecoderConfig;
-}
-
-/// A decoder of a family.
+/// A decoder.
+///
+/// ```
+/// use meshwork_models::decoder::{DecoderConfig, DecoderModel};
+/// use meshwork_nn::Model;
+///
+/// let gpt2 = DecoderModel::new(DecoderConfig::default());
+/// assert_eq!((gpt2.num_layers(), gpt2.fields()[0].name, &gpt2.fields()[0].dims[..]), (4, "tokens", &[128][..]));
+/// ```
 #[derive(Clone, Debug)]
-pub struct DecoderModel<F> {
-    family: F,
+pub struct DecoderModel {
     config: DecoderConfig,
     language: LanguageSpec,
     experts: Option<ExpertsConfig>,
     frozen: Frozen,
 }
 
-impl<F: Family> DecoderModel<F> {
+impl DecoderModel {
     /// A model of these sizes.
-    pub fn new(family: F) -> Self {
-        let (config, language) = (family.decoder(), LanguageSpec::default());
-        Self { family, config, language, experts: None, frozen: Frozen::default() }
+    pub fn new(config: DecoderConfig) -> Self {
+        let language = LanguageSpec { logit_cap: config.logit_cap, ..LanguageSpec::default() };
+        Self { config, language, experts: None, frozen: Frozen::default() }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none: a Llama with experts in all of them is a
@@ -166,12 +95,12 @@ impl<F: Family> DecoderModel<F> {
     }
 
     /// Its sizes.
-    pub fn config(&self) -> &F {
-        &self.family
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
     }
 }
 
-impl<F: Family> Model for DecoderModel<F> {
+impl Model for DecoderModel {
     fn num_layers(&self) -> usize {
         self.config.num_layers
     }
@@ -223,22 +152,36 @@ impl<F: Family> Model for DecoderModel<F> {
 
 impl DecoderConfig {
     fn norm(&self, params: &mut Declarations, name: &str) -> Result<Norm> {
-        match self.norm {
-            NormKind::Layer => Ok(Norm::Layer(LayerNorm::new(params, name, self.hidden_size, true)?)),
-            NormKind::Rms { eps } => Ok(Norm::Rms(RmsNorm::new(params, name, self.hidden_size, eps)?)),
-        }
+        Ok(match self.norm {
+            NormKind::Layer => {
+                Norm::Layer(LayerNorm::new(params, name, self.hidden_size, true)?.with_eps(self.norm_eps))
+            }
+            NormKind::Rms => Norm::Rms(RmsNorm::new(params, name, self.hidden_size, self.norm_eps)?),
+        })
     }
 
-    fn attention(&self, params: &mut Declarations, mesh: &Mesh, name: &str, init: [Init; 2]) -> Result<Attention> {
-        let (hidden, bias) = (self.hidden_size, self.bias);
-        Ok(match self.attention {
-            AttentionKind::Fused { heads } => {
-                Attention::Fused(ParallelAttention::new(params, mesh, name, hidden, heads, bias, init)?)
-            }
-            AttentionKind::Grouped(heads) => {
-                Attention::Grouped(ParallelGroupedAttention::new(params, mesh, name, hidden, heads, bias, init)?)
-            }
-        })
+    fn attention(
+        &self,
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        layer: usize,
+        init: [Init; 2],
+    ) -> Result<Attention> {
+        let (hidden, heads, bias) = (self.hidden_size, self.num_heads, self.attention_bias);
+        if self.fused_qkv {
+            return Ok(Attention::Fused(ParallelAttention::new(params, mesh, name, hidden, heads, bias.input, init)?));
+        }
+        let rotary = self.window_rotary.filter(|_| self.window(layer).is_some()).or(self.rotary);
+        let of = GroupedHeads { heads, kv_heads: self.num_kv_heads, head_dim: self.head_features(), rotary };
+        let mut attention = ParallelGroupedAttention::new(params, mesh, name, hidden, of, bias, init)?;
+        if let Some(over) = self.qk_norm {
+            attention = attention.with_norms(params, over, self.norm_eps)?;
+        }
+        Ok(Attention::Grouped(match self.score_scale {
+            Some(scale) => attention.with_scale(scale),
+            None => attention,
+        }))
     }
 }
 
@@ -246,20 +189,21 @@ impl DecoderConfig {
 struct Embedding {
     tokens: VocabParallelEmbedding,
     positions: Option<Positions>,
+    scale: f64,
     dropout: f32,
 }
 
 impl Embedding {
     fn new(params: &mut Declarations, tokens: VocabParallelEmbedding, config: &DecoderConfig) -> Result<Self> {
-        let &DecoderConfig { seq_len, hidden_size, dropout, names, .. } = config;
+        let &DecoderConfig { seq_len, hidden_size, embedding_scale: scale, dropout, names, .. } = config;
         let positions = names.positions.map(|name| Positions::new(params, name, seq_len, hidden_size, STD));
-        Ok(Self { tokens, positions: positions.transpose()?, dropout })
+        Ok(Self { tokens, positions: positions.transpose()?, scale, dropout })
     }
 }
 
 impl HiddenModule for Embedding {
     fn forward(&self, tape: &Tape, ids: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let x = self.tokens.embed(tape, ids, sequences.region)?;
+        let x = scaled(self.tokens.embed(tape, ids, sequences.region)?, self.scale)?;
         let x = match (&self.positions, sequences.positions) {
             (None, _) => x,
             (Some(table), Some(positions)) => table.at(tape, &x, positions)?,
@@ -275,10 +219,12 @@ impl HiddenModule for Embedding {
 
 #[derive(Clone, Debug)]
 struct Block {
-    norms: [Norm; 2],
+    branches: [Branch; 2],
     attention: Attention,
     mlp: FeedForward,
+    parallel: bool,
     window: Option<usize>,
+    cap: Option<f64>,
     dropout: f32,
 }
 
@@ -296,37 +242,53 @@ impl Block {
         experts: Option<ExpertsConfig>,
         layer: usize,
     ) -> Result<Self> {
-        let &DecoderConfig { num_layers, hidden_size: hidden, ffn_hidden_size: ffn, mlp, bias, names, .. } = config;
-        let spec = FeedForwardSpec { hidden, ffn, mlp, bias, num_layers, experts };
+        let &DecoderConfig { num_layers, hidden_size: hidden, ffn_hidden_size: ffn, mlp, names, .. } = config;
+        let spec = FeedForwardSpec { hidden, ffn, mlp, bias: config.mlp_bias, num_layers, experts };
         let init = [STD, STD / (2.0 * num_layers as f32).sqrt()].map(|std| Init::Normal { std });
         let name = |part: &str| format!("{}.{layer}.{part}", names.block);
-        let before_attention = config.norm(params, &name(names.norms[0]))?;
-        let attention = config.attention(params, mesh, &name(names.attention), init)?;
-        let norms = [before_attention, config.norm(params, &name(names.norms[1]))?];
+        let branch = |params: &mut Declarations, at: usize| -> Result<Branch> {
+            let mut norm = |part: Option<&str>| part.map(|part| config.norm(params, &name(part))).transpose();
+            Ok(Branch {
+                before: norm(names.before[at])?,
+                behind: norm(names.behind[at])?,
+                scale: config.residual_scale,
+            })
+        };
+        let of_attention = branch(params, 0)?;
+        let attention = config.attention(params, mesh, &name(names.attention), layer, init)?;
+        let branches = [of_attention, branch(params, 1)?];
         let mlp = FeedForward::new(params, mesh, name(names.mlp), spec, layer, init)?;
-        Ok(Self { norms, attention, mlp, window: config.sliding_window, dropout: config.dropout })
+        let &DecoderConfig { parallel, score_cap: cap, dropout, .. } = config;
+        Ok(Self { branches, attention, mlp, parallel, window: config.window(layer), cap, dropout })
+    }
+
+    fn attend(&self, tape: &Tape, normed: &Var, residual: Option<&Var>, sequences: Sequences<'_>) -> Result<Var> {
+        let (Sequences { region, context, .. }, p) = (sequences, self.dropout);
+        let mask = Mask { cap: self.cap, ..sequences.mask(self.window) };
+        match (&self.attention, context) {
+            (Attention::Fused(fused), None) => fused.forward(tape, normed, region, residual, mask, p),
+            (Attention::Fused(fused), Some(context)) => {
+                let attend =
+                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
+                fused.forward_by(tape, normed, region, residual, attend, p)
+            }
+            (Attention::Grouped(grouped), None) => grouped.forward(tape, normed, region, residual, mask, p),
+            (Attention::Grouped(grouped), Some(context)) => {
+                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
+                    context.attend(q, kv, rotary, mask, dropout)
+                };
+                grouped.forward_by(tape, normed, region, residual, attend, p)
+            }
+        }
     }
 }
 
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let (Sequences { region, context, .. }, p, mask) = (sequences, self.dropout, sequences.mask(self.window));
-        let (normed, residual) = (self.norms[0].operand(tape, x)?, Some(x));
-        let x = match (&self.attention, context) {
-            (Attention::Fused(fused), None) => fused.forward(tape, &normed, region, residual, mask, p)?,
-            (Attention::Fused(fused), Some(context)) => {
-                let attend =
-                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
-                fused.forward_by(tape, &normed, region, residual, attend, p)?
-            }
-            (Attention::Grouped(grouped), None) => grouped.forward(tape, &normed, region, residual, mask, p)?,
-            (Attention::Grouped(grouped), Some(context)) => {
-                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, mask, dropout)
-                };
-                grouped.forward_by(tape, &normed, region, residual, attend, p)?
-            }
-        };
-        self.mlp.forward(tape, &x, &self.norms[1], sequences, p)
+        let [of_attention, of_mlp] = &self.branches;
+        let attended =
+            of_attention.forward(tape, x, x, |normed, residual| self.attend(tape, normed, residual, sequences))?;
+        let (x, beside) = if self.parallel { (x, Some(&attended)) } else { (&attended, None) };
+        self.mlp.forward(tape, x, beside, of_mlp, sequences, self.dropout)
     }
 }

@@ -2,9 +2,11 @@
 //! it.
 //!
 //! ```text
-//! dense:    x ← x + MLP(norm(x))
-//! experts:  x ← x + Σ_e w_e(x̂) · E_e(x̂) + Shared(x̂),   x̂ = norm(x)
+//! dense:    MLP(x̂)
+//! experts:  Σ_e w_e(x̂) · E_e(x̂) + Shared(x̂)
 //! ```
+//!
+//! x̂ is the normed hidden state, and the result is added to the hidden state ([`decoder`](crate::decoder)).
 //!
 //! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token;
 //! together they are one MLP as wide as all of them.
@@ -16,7 +18,7 @@ pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow
 use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, Laid, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
 use meshwork_tensor::op::{MlpKind, Order};
-use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
+use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::ParallelMlp;
 
 /// Experts in place of the MLPs of some layers.
@@ -83,6 +85,50 @@ impl HiddenModule for Norm {
     }
 }
 
+/// `scale · x`.
+pub(crate) fn scaled(x: Var, scale: f64) -> Result<Var> {
+    if scale == 1.0 { Ok(x) } else { x.scale(scale) }
+}
+
+/// A branch of the residual stream, `x ← x + scale · behind(f(before(x)))`; either norm may be missing.
+#[derive(Clone, Debug)]
+pub(crate) struct Branch {
+    pub before: Option<Norm>,
+    pub behind: Option<Norm>,
+    pub scale: f64,
+}
+
+impl Branch {
+    /// `residual + scale · behind(f(before(x)))`. `f` takes the normed input, an operand of products alone, and adds
+    /// the residual itself if it is given one.
+    fn forward_of(
+        &self,
+        normed: &Var,
+        residual: &Var,
+        tape: &Tape,
+        f: impl FnOnce(&Var, Option<&Var>) -> Result<Var>,
+    ) -> Result<Var> {
+        if self.behind.is_none() && self.scale == 1.0 {
+            return f(normed, Some(residual));
+        }
+        let y = f(normed, None)?;
+        let y = self.behind.as_ref().map_or(Ok(y.clone()), |norm| norm.forward(tape, &y))?;
+        residual.add(&scaled(y, self.scale)?)
+    }
+
+    /// The same for an `f` whose products alone read its input.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        x: &Var,
+        residual: &Var,
+        f: impl FnOnce(&Var, Option<&Var>) -> Result<Var>,
+    ) -> Result<Var> {
+        let normed = self.before.as_ref().map_or(Ok(x.clone()), |norm| norm.operand(tape, x))?;
+        self.forward_of(&normed, residual, tape, f)
+    }
+}
+
 /// The feed-forward block of a layer.
 #[derive(Clone, Debug)]
 pub(crate) enum FeedForward {
@@ -136,6 +182,10 @@ impl FeedForward {
                 let networks = GroupedMlp::new(params, mesh, &networks, shape, bias, init)?;
                 MoeLayer::new(router, networks, mesh.expert_axes())
             }
+            MlpKind::ExactGelu | MlpKind::GeGlu => {
+                let problem = format!("experts have a GELU, tanh form, or a SwiGLU, not {mlp:?}");
+                return Err(Error::Shape { op: "experts", problem, shapes: Vec::new() });
+            }
             MlpKind::SwiGlu => {
                 MoeLayer::new(router, GroupedSwiGlu::new(params, mesh, &networks, shape, init)?, mesh.expert_axes())
             }
@@ -147,28 +197,54 @@ impl FeedForward {
         Ok(Self::Experts { name, layer: Box::new(layer), shared })
     }
 
-    /// `x + block(norm(x))`, of tokens that lie as in `sequences`.
-    pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
+    /// The branch of x, added to `residual` or, without one, to x itself, of tokens that lie as in `sequences`.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        x: &Var,
+        residual: Option<&Var>,
+        branch: &Branch,
+        sequences: Sequences<'_>,
+        dropout: f32,
+    ) -> Result<Var> {
         let Sequences { region, block, .. } = sequences;
         match self {
             Self::Dense(mlp) if block > 0 => {
-                let (mlp, norm) = (mlp.clone(), norm.clone());
-                x.in_blocks(block, move |tape, x| mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout))
+                let (mlp, branch) = (mlp.clone(), branch.clone());
+                let of = move |tape: &Tape, x: &Var, residual: &Var| {
+                    branch.forward(tape, x, residual, |normed, residual| {
+                        mlp.forward(tape, normed, region, residual, dropout)
+                    })
+                };
+                match residual {
+                    None => x.in_blocks(block, move |tape, x| of(tape, x, x)),
+                    Some(residual) => {
+                        tape.in_blocks(&[x, residual], block, move |tape, parts, _| of(tape, &parts[0], &parts[1]))
+                    }
+                }
             }
-            Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
+            Self::Dense(mlp) => branch.forward(tape, x, residual.unwrap_or(x), |normed, residual| {
+                mlp.forward(tape, normed, region, residual, dropout)
+            }),
             Self::Experts { name, layer, shared } => {
-                let normed = norm.forward(tape, x)?;
-                let x = match shared.clone() {
-                    Some(shared) if block > 0 => tape.in_blocks(&[&normed, x], block, move |tape, parts, _| {
-                        shared.forward(tape, &parts[0], region, Some(&parts[1]), dropout)
-                    })?,
-                    Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,
-                    None => x.clone(),
+                let normed = branch.before.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(tape, x))?;
+                let shared_of = |residual: Option<&Var>| match (shared.clone(), residual) {
+                    (Some(shared), Some(residual)) if block > 0 => tape
+                        .in_blocks(&[&normed, residual], block, move |tape, parts, _| {
+                            shared.forward(tape, &parts[0], region, Some(&parts[1]), dropout)
+                        })
+                        .map(Some),
+                    (Some(shared), residual) => shared.forward(tape, &normed, region, residual, dropout).map(Some),
+                    (None, residual) => Ok(residual.cloned()),
                 };
                 let natural = Order::default();
                 let order = sequences.context.map_or(&natural, |context| context.order());
                 let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens), block };
-                x.add(&layer.forward_laid(tape, &normed, laid)?.dropout(dropout, name)?)
+                branch.forward_of(&normed, residual.unwrap_or(x), tape, |normed, residual| {
+                    let beside = shared_of(residual)?;
+                    let routed = layer.forward_laid(tape, normed, laid)?.dropout(dropout, name)?;
+                    beside.map_or(Ok(routed.clone()), |beside| beside.add(&routed))
+                })
             }
         }
     }

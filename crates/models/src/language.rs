@@ -115,7 +115,7 @@ pub struct Sequences<'a> {
 impl<'a> Sequences<'a> {
     /// What hides tokens from each other, with a sliding window or none.
     pub fn mask(&self, window: Option<usize>) -> Mask<'a> {
-        Mask { documents: self.documents, window }
+        Mask { documents: self.documents, window, cap: None }
     }
 }
 
@@ -152,9 +152,16 @@ pub struct LanguageSpec {
     pub sequence_block: usize,
     /// The exchange of attention, where cp cuts the sequence.
     pub context: Option<ContextParallel>,
+    /// The soft cap of logits, if there is one.
+    pub logit_cap: Option<f64>,
 }
 
 impl LanguageSpec {
+    fn logits(&self, head: &VocabParallelEmbedding, tape: &Tape, x: &Var) -> Result<Var> {
+        let logits = head.logits(tape, x, self.region)?;
+        self.logit_cap.map_or(Ok(logits.clone()), |cap| logits.soft_cap(cap))
+    }
+
     /// The same with the sequence cut over tp between blocks, or not.
     #[must_use]
     pub fn sequence_parallel(self, on: bool) -> Self {
@@ -236,7 +243,14 @@ impl LanguageSpec {
 impl Default for LanguageSpec {
     /// Hidden states that are the same on all ranks of tp, no boundaries, all logits at once.
     fn default() -> Self {
-        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, sequence_block: 0, context: None }
+        Self {
+            region: Region::INVARIANT,
+            boundary: Boundary::Ignored,
+            loss_chunk: 0,
+            sequence_block: 0,
+            context: None,
+            logit_cap: None,
+        }
     }
 }
 
@@ -303,7 +317,9 @@ impl FromStr for Frozen {
                     let layers = word.strip_prefix("layers.").ok_or_else(unknown)?;
                     let (first, last) = layers.split_once('-').unwrap_or((layers, layers));
                     let [first, last] = [first, last].map(str::parse::<usize>);
-                    let (Ok(first), Ok(last)) = (first, last) else { return Err(unknown()) };
+                    let (Ok(first), Ok(last)) = (first, last) else {
+                        return Err(unknown());
+                    };
                     if first > last {
                         return Err(unknown());
                     }
@@ -384,7 +400,9 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
         };
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, sequences))?;
-        let Some((norm, _)) = &self.head else { return Ok(x) };
+        let Some((norm, _)) = &self.head else {
+            return Ok(x);
+        };
         // Decoding needs the logits of the last token alone.
         let x = if let (true, seq @ 2..) = (tape.decodes(), x.shape()[1]) { x.narrow(1, seq - 1..seq)? } else { x };
         norm.forward(tape, &x, sequences)
@@ -395,14 +413,21 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
         let spec = self.spec.of_batch(tape, batch)?;
         let (region, targets) = (spec.region, spec.of_tokens(tape, batch, TARGETS, -1)?);
         match spec.loss_chunk {
-            0 => head.loss(&head.logits(tape, x, region)?, &targets),
+            0 => head.loss(&spec.logits(head, tape, x)?, &targets),
+            _ if spec.logit_cap.is_some() => Err(Error::Shape {
+                op: "language model",
+                problem: "its logits are capped, and a loss of some tokens at a time takes them as they are: use \
+                          loss_chunk 0"
+                    .to_owned(),
+                shapes: Vec::new(),
+            }),
             chunk => head.chunked_loss(tape, x, &targets, region, chunk),
         }
     }
 
     fn predict(&self, x: &Var) -> Result<Var> {
         let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
-        let logits = head.logits(x.tape(), x, self.spec.region)?.all_gather(Axis::Tp, 2)?;
+        let logits = self.spec.logits(head, x.tape(), x)?.all_gather(Axis::Tp, 2)?;
         self.spec.context.as_ref().map_or(Ok(logits.clone()), |context| context.whole(&logits))
     }
 }

@@ -3,12 +3,14 @@
 #![warn(missing_docs)]
 
 pub mod decoder;
+mod decoder_config;
 pub mod experts;
-pub mod gpt2;
+pub mod families;
 pub mod huggingface;
 pub mod language;
 pub mod layers;
-pub mod llama;
 pub mod network;
 pub mod resnet;
 pub mod vgg;
+
+pub use families::{gpt2, llama};

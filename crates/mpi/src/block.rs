@@ -4,7 +4,11 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::{Mutex, PoisonError};
 
-use crate::wire::ROOM;
+/// Bytes up to which a message carries its bytes with its head.
+pub(crate) const EAGER: usize = 16 << 10;
+
+/// The longest first message: a head, and bytes. Longer heads (a fault of thousands of ranks) are sent as bytes.
+pub(crate) const ROOM: usize = EAGER + 4096;
 
 /// Blocks that are kept for other messages.
 const SPARE: usize = 32;

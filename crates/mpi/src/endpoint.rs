@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_millis(15);
 /// How often a rank that waits tells the judge again, if nothing has changed.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// The longest sleep of a rank that waits: so late it may be.
+/// The longest sleep of a rank that waits on a core of its own: so late it may be.
 const LONGEST_SLEEP: Duration = Duration::from_micros(200);
 
 /// Blocks of memory kept for parts of sums.
@@ -449,12 +449,12 @@ impl Endpoint {
 
     /// Blocks until an operation is over. Meanwhile this thread moves the messages of the process.
     pub(crate) fn wait(&self, key: Key, site: &Site) -> Result<Buffer, CommError> {
-        let _driving = self.port.drive();
+        let _driving = self.port.drivers.enter();
         if let Some(result) = self.finished(&mut self.lock(), key, site) {
             return result;
         }
         let result = yield_core(|| {
-            let (mut pause, mut number) = (Pause::of_rank(LONGEST_SLEEP), None);
+            let (mut pause, mut number) = (Pause::of_rank(self.port.sleep(LONGEST_SLEEP)), None);
             loop {
                 let mut any = self.port.poll();
                 let mut state = self.lock();
@@ -690,7 +690,8 @@ impl Endpoint {
 
     /// Waits until all ranks have ended, and after a fault at most for the timeout: how they did.
     pub(crate) fn wait_for_ends(&self) -> Ended {
-        let (_driving, begun, mut pause) = (self.port.drive(), Instant::now(), Pause::of_rank(LONGEST_SLEEP));
+        let (_driving, begun, mut pause) =
+            (self.port.drivers.enter(), Instant::now(), Pause::of_rank(self.port.sleep(LONGEST_SLEEP)));
         loop {
             let any = self.port.poll();
             let mut state = self.lock();

@@ -514,7 +514,7 @@ mod tests {
                     let crosses = processes[me] != processes[to];
                     between += if crosses { bytes.as_ref().len() } else { 0 };
                     let body = match bytes.as_ref().len() {
-                        ..=crate::wire::EAGER => Body::Here(bytes.as_ref().into(), 0),
+                        ..=crate::block::EAGER => Body::Here(bytes.as_ref().into(), 0),
                         bytes if crosses => {
                             tags += 1;
                             Body::Far { process: processes[me], tag: tags, bytes }

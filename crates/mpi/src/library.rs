@@ -216,8 +216,8 @@ impl Library {
         if self.0.kind == Kind::OpenMpi {
             for (name, value) in EAGER_OF_OPEN_MPI {
                 if env::var_os(name).is_none() {
-                    // SAFETY: MPI_Init of Open MPI, the next call, changes the environment as well: a program that reads
-                    // it on other threads meanwhile could not start MPI.
+                    // SAFETY: MPI_Init of Open MPI, the next call, changes the environment as well: a program that
+                    // reads it on other threads meanwhile could not start MPI.
                     unsafe { env::set_var(name, value) };
                 }
             }

@@ -1,6 +1,7 @@
 //! How a thread that waits for messages leaves its core to others.
 
 use std::hint::spin_loop;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -52,5 +53,29 @@ impl Pause {
             short if short < self.yields => thread::yield_now(),
             long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest)),
         }
+    }
+}
+
+/// The ranks of a process that wait, and so move its messages: while there are any, no other thread needs to.
+#[derive(Debug, Default)]
+pub(crate) struct Drivers(AtomicUsize);
+
+/// A rank that waits, as long as this lives.
+pub(crate) struct Driver<'a>(&'a Drivers);
+
+impl Drivers {
+    pub(crate) fn enter(&self) -> Driver<'_> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Driver(self)
+    }
+
+    pub(crate) fn is_any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
+}
+
+impl Drop for Driver<'_> {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
     }
 }

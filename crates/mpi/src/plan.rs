@@ -25,8 +25,8 @@ use std::sync::Arc;
 
 use meshwork_core::{Call, DType, Op, ReduceOp};
 
+use crate::block::EAGER;
 use crate::cells::{Cells, Nodes, Round, element_of};
-use crate::wire::EAGER;
 
 /// Bytes of a segment that go their way together.
 const LANE: usize = 1 << 20;

@@ -1,8 +1,10 @@
 //! The port of a process: brings messages to ranks, through memory within the process and over the wire to others.
+//!
+//! More than 400 lines: whatever arrives, in memory or over the wire, is brought to its rank here, under two locks.
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,11 +12,11 @@ use meshwork_core::{Buffer, DType};
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
-use crate::block::Block;
+use crate::block::{Block, EAGER, ROOM};
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
-use crate::pause::Pause;
-use crate::wire::{self, EAGER, Event, ROOM, Wire};
+use crate::pause::{Drivers, Pause};
+use crate::wire::{self, Event, Wire};
 
 /// How long processes that are alive may take to end.
 const LAST: Duration = Duration::from_secs(5);
@@ -68,17 +70,10 @@ pub(crate) struct Port {
     desk: Mutex<Desk>,
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
+    /// The ranks of this host for each of its cores.
+    crowd: AtomicU32,
     /// Ranks that wait, and so move messages.
-    drivers: AtomicUsize,
-}
-
-/// A rank moves messages as long as this lives.
-pub(crate) struct Driving<'a>(&'a Port);
-
-impl Drop for Driving<'_> {
-    fn drop(&mut self) {
-        self.0.drivers.fetch_sub(1, Ordering::Relaxed);
-    }
+    pub(crate) drivers: Drivers,
 }
 
 /// What a large message is for.
@@ -141,8 +136,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Port {
     pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
-        let (abandoned, drivers) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers }
+        let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
+        let crowd = AtomicU32::new(crowd(layout.processes * layout.ranks_per_process));
+        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
     }
 
     /// Sends a message to a rank of a process.
@@ -272,17 +268,6 @@ impl Port {
         any
     }
 
-    /// The thread of a rank moves messages from now on: no other needs to.
-    pub(crate) fn drive(&self) -> Driving<'_> {
-        self.drivers.fetch_add(1, Ordering::Relaxed);
-        Driving(self)
-    }
-
-    /// Whether ranks move messages.
-    pub(crate) fn is_driven(&self) -> bool {
-        self.drivers.load(Ordering::Relaxed) > 0
-    }
-
     /// Adds a rank's end of a world.
     pub(crate) fn enter(&self, endpoint: Arc<dyn Station>) {
         let mut desk = lock(&self.desk);
@@ -318,6 +303,16 @@ impl Port {
     /// Whether messages are under way.
     pub(crate) fn is_busy(&self) -> bool {
         lock(&self.wire).as_ref().is_some_and(Wire::is_busy)
+    }
+
+    /// Takes note of how many ranks are on this host.
+    pub(crate) fn share_host(&self, ranks: usize) {
+        self.crowd.store(crowd(ranks), Ordering::Relaxed);
+    }
+
+    /// The longest sleep of a wait: where ranks share cores, their looks alone would take all of these.
+    pub(crate) fn sleep(&self, alone: Duration) -> Duration {
+        alone.saturating_mul(self.crowd.load(Ordering::Relaxed))
     }
 
     /// Takes note that the process of some rank may never end MPI.
@@ -385,6 +380,12 @@ impl Port {
         }
         true
     }
+}
+
+/// How many ranks of a host share a core.
+fn crowd(ranks: usize) -> u32 {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (ranks / cores).clamp(1, 64) as u32
 }
 
 /// Memory for a message of this many bytes.

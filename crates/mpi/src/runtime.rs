@@ -152,6 +152,8 @@ impl Runtime {
         let hosts = vec![options.host; processes];
         let mut running = Running { port, options, description, origin, worlds, there, hosts, life };
         (running.origin, running.hosts) = running.meet()?;
+        let here = running.hosts.iter().filter(|&&host| host == options.host).count();
+        running.port.share_host(here * ranks_per_process);
         Ok(Runtime(Arc::new(running)))
     }
 
@@ -279,9 +281,9 @@ const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis
 
 /// Moves messages and operations, as far as no rank does because it waits, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
-    let mut pauses = SLEEPS.map(Pause::of_thread);
+    let mut pauses = SLEEPS.map(|alone| Pause::of_thread(port.sleep(alone)));
     loop {
-        let mut any = !port.is_driven() && port.poll();
+        let mut any = !port.drivers.is_any() && port.poll();
         let mut busy = false;
         for endpoint in port.endpoints() {
             let (moved, under_way) = endpoint.advance();

@@ -13,17 +13,11 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::block::Block;
+use crate::block::{Block, ROOM};
 use crate::error::MpiError;
 use crate::ground::Claim;
 use crate::library::{Handle, Library};
 use crate::packet::Bytes;
-
-/// Bytes up to which a message carries its bytes with its head.
-pub(crate) const EAGER: usize = 16 << 10;
-
-/// The longest first message: a head, and bytes. Longer heads (a fault of thousands of ranks) are sent as bytes.
-pub(crate) const ROOM: usize = EAGER + 4096;
 
 /// First messages that can arrive in place before this process looks: from any process, and from each.
 const SLOTS: [usize; 2] = [16, 2];

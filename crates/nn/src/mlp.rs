@@ -26,23 +26,17 @@ impl Mlp {
         bias: bool,
         [std, down_std]: [f32; 2],
     ) -> Result<Self> {
-        let up = match kind {
-            MlpKind::Gelu => Linear::new(params, &format!("{name}.up"), hidden, ffn, bias, std)?,
-            MlpKind::SwiGlu => {
-                let (name, pairs) = (format!("{name}.gate_up"), Matrices::new(0, 1).interleaved(1));
-                Linear::of_matrices(params, &name, &[hidden], &[ffn, 2], bias, std, pairs)?
-            }
+        let up = if kind.is_gated() {
+            let (name, pairs) = (format!("{name}.gate_up"), Matrices::new(0, 1).interleaved(1));
+            Linear::of_matrices(params, &name, &[hidden], &[ffn, 2], bias, std, pairs)?
+        } else {
+            Linear::new(params, &format!("{name}.up"), hidden, ffn, bias, std)?
         };
         Ok(Self { kind, up, down: Linear::new(params, &format!("{name}.down"), ffn, hidden, bias, down_std)? })
     }
 
     /// `x [.., hidden] → [.., hidden]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let inner = self.up.forward(tape, x)?;
-        let inner = match self.kind {
-            MlpKind::Gelu => inner.gelu()?,
-            MlpKind::SwiGlu => inner.swiglu()?,
-        };
-        self.down.forward(tape, &inner)
+        self.down.forward(tape, &self.kind.apply(&self.up.forward(tape, x)?)?)
     }
 }

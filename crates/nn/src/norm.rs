@@ -44,6 +44,12 @@ impl LayerNorm {
         Ok(Self { affine: Affine::new(params, name, features, bias)?, eps: Self::EPS })
     }
 
+    /// The same with another epsilon.
+    #[must_use]
+    pub fn with_eps(self, eps: f64) -> Self {
+        Self { eps, ..self }
+    }
+
     /// `x [.., features] → [.., features]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let (weight, bias) = self.affine.read(tape)?;

@@ -8,7 +8,7 @@ mod mlp;
 mod region;
 mod vocab;
 
-pub use attention::{ParallelAttention, ParallelGroupedAttention};
+pub use attention::{AttentionBias, NormOver, ParallelAttention, ParallelGroupedAttention};
 pub use linear::{ColumnLinear, RowLinear};
 pub use mlp::ParallelMlp;
 pub use region::Region;

@@ -28,9 +28,10 @@ impl ParallelMlp {
         bias: bool,
         [up, down]: [Init; 2],
     ) -> Result<Self> {
-        let up = match kind {
-            MlpKind::Gelu => ColumnLinear::new(params, mesh, &format!("{name}.up"), hidden, (&[ffn], 0), bias, up)?,
-            MlpKind::SwiGlu => ColumnLinear::pairs(params, mesh, &format!("{name}.gate_up"), hidden, ffn, bias, up)?,
+        let up = if kind.is_gated() {
+            ColumnLinear::pairs(params, mesh, &format!("{name}.gate_up"), hidden, ffn, bias, up)?
+        } else {
+            ColumnLinear::new(params, mesh, &format!("{name}.up"), hidden, (&[ffn], 0), bias, up)?
         };
         let down = RowLinear::new(params, mesh, &format!("{name}.down"), (&[ffn], 0), hidden, bias, down)?;
         Ok(Self { kind, up, down })
@@ -49,6 +50,7 @@ impl ParallelMlp {
         let inner = match self.kind {
             MlpKind::Gelu => self.up.forward_gelu(tape, &x)?,
             MlpKind::SwiGlu => self.up.forward_swiglu(tape, &x)?,
+            other => other.apply(&self.up.forward(tape, &x)?)?,
         }; // [b, s, ffn/tp], Shard(2)
         self.down.forward(tape, &inner, region, residual, dropout) // Σ_tp, + b, + residual
     }

@@ -59,7 +59,8 @@ const BLOCKS: RowBlocks = RowBlocks { samples: 1, slices: 1 };
 
 const HEADS: AttentionShape = AttentionShape { batch: 2, seq: 19, heads: 4, head_dim: 8 };
 
-const MASKS: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None, window: None, runs: None };
+const MASKS: AttentionMasks<'static> =
+    AttentionMasks { dropout: None, documents: None, window: None, runs: None, cap: None };
 
 fn grouped(rotary: Option<Rotary>) -> GroupedShape {
     GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..GroupedShape::alone(HEADS) }

@@ -114,7 +114,8 @@ pub fn attention_is_that_of_the_cpu() {
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
         let (places, count) = (positions(batch, sequence), batch * sequence);
         let packing = documents.map(|apart| Packing::new(&places, [batch, sequence], apart).expect("documents"));
-        let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, runs: None };
+        let masks =
+            Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, runs: None, cap: None };
         let window = window.unwrap_or(first_query + seq);
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);

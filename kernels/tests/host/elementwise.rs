@@ -42,6 +42,7 @@ fn functions_are_those_of_the_cpu() {
             (Map::Tanh, "tanh_forward", "tanh_backward"),
             (Map::Sigmoid, "sigmoid_forward", "sigmoid_backward"),
             (Map::Silu, "silu_forward", "silu_backward"),
+            (Map::Gelu, "exact_gelu_forward", "exact_gelu_backward"),
         ] {
             launch!(forward, [count, 0], &x, &mut got, count);
             elementwise::map(f, &x, &mut want);

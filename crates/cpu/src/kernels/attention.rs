@@ -9,10 +9,9 @@
 //! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and
 //! `kv[batch, keys, 2, kv_heads, head_dim]`, where several heads of queries share one head of keys and values; its `dK`
 //! and `dV` are the sums over them. The queries may be [some of the tokens](Keys) that the keys are of, in several
-//! runs. Queries and keys may be [rotated](Angles) by their positions first.
-//!
-//! Sequences may be [packed](Packing) with documents. Each document is computed as if it were a sequence by itself.
-//! With a window blocks of keys that no query of a block sees are not computed.
+//! runs. Queries and keys may be [rotated](Angles) by their positions first. Scores may have a soft cap:
+//! `S ← cap tanh(S/cap)`, `dS ← dS (1 - (S/cap)²)`. Sequences may be [packed](Packing) with documents, each computed as
+//! if it were a sequence by itself. With a window blocks of keys that no query of a block sees are not computed.
 //!
 //! # The order of sums
 //!
@@ -181,6 +180,8 @@ pub struct Masks<'a> {
     pub window: Option<usize>,
     /// The tokens that the queries are, in runs, if they are not those from `first_query` on.
     pub runs: Option<&'a [Range<usize>]>,
+    /// The soft cap of scores.
+    pub cap: Option<f64>,
 }
 
 impl Dropout {

@@ -2,7 +2,7 @@
 //!
 //! The sigmoid is computed from `e^-|x| <= 1`, so that nothing overflows; it and its derivative σ(x) σ(-x) are within
 //! 1.5e-7 in f32. `tanh` has a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within
-//! `2e-7 max(1, |x|)`.
+//! `2e-7 max(1, |x|)`, and so is the exact GELU.
 
 use super::pointwise::for_rows;
 use super::prelude::*;
@@ -19,6 +19,7 @@ pub fn map<T: Float>(f: Map, x: &[T], out: &mut [T]) {
         Map::Tanh => each(x, out, T::tanh),
         Map::Sigmoid => inlined!(each, (x, out), |x| sigmoid(x).0),
         Map::Silu => inlined!(each, (x, out), |x| x * sigmoid(x).0),
+        Map::Gelu => inlined!(each, (x, out), |x| x * normal(x)),
         Map::SoftCap(cap) => {
             let cap = T::from_f64(cap);
             inlined!(each, (x, out), |x| cap * (x / cap).tanh());
@@ -42,6 +43,12 @@ pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
             let (at, against) = sigmoid(x);
             (near * at).mul_add(against, at)
         }),
+        Map::Gelu => inlined!(each_grad, (x, dy, dx), |x| {
+            // Beyond ±200 the density is zero, and x may be infinite.
+            let near = T::from_f64(200.0).smaller(T::from_f64(-200.0).larger(x));
+            let density = (near * near * T::from_f64(-0.5)).exp() * T::from_f64(DENSITY);
+            near.mul_add(density, normal(x))
+        }),
         Map::SoftCap(cap) => {
             let cap = T::from_f64(cap);
             inlined!(each_grad, (x, dy, dx), |x| tanh_derivative(x / cap));
@@ -63,6 +70,16 @@ pub fn zip<T: Float>(f: Zip, x: &[T], y: &[T], out: &mut [T]) {
 pub(super) fn sigmoid<T: Float>(x: T) -> (T, T) {
     let (near, far) = (x.abs() * T::from_f64(std::f64::consts::LOG2_E)).logistic_base_2();
     if x > T::ZERO { (near, far) } else { (far, near) }
+}
+
+/// `1/√(2π)`, the density of a normal distribution at its mean.
+const DENSITY: f64 = 0.398_942_280_401_432_7;
+
+/// Φ(x), the share of a normal distribution below x.
+#[inline(always)]
+fn normal<T: Float>(x: T) -> T {
+    let tail = x.abs().normal_tail();
+    if x > T::ZERO { T::ONE - tail } else { tail }
 }
 
 /// `1 - tanh² x = 4 σ(2x) σ(-2x)`, without the cancellation.
@@ -95,12 +112,13 @@ mod tests {
 
     type Definition = fn(f64) -> f64;
 
-    const MAPS: [(Map, Definition); 6] = [
+    const MAPS: [(Map, Definition); 7] = [
         (Map::Scale(-2.5), |x| -2.5 * x),
         (Map::Exp, f64::exp),
         (Map::Tanh, f64::tanh),
         (Map::Sigmoid, |x| 1.0 / (1.0 + (-x).exp())),
         (Map::Silu, |x| x / (1.0 + (-x).exp())),
+        (Map::Gelu, |x| x / 2.0 * libm::erfc(-x / 2.0_f64.sqrt())),
         (Map::SoftCap(0.75), |x| 0.75 * (x / 0.75).tanh()),
     ];
 
@@ -149,7 +167,9 @@ mod tests {
         assert_eq!(ends(Map::Tanh), [[-1.0, -1.0, 1.0, 1.0], [0.0; 4]]);
         assert_eq!(ends(Map::Sigmoid), [[0.0, 0.0, 1.0, 1.0], [0.0; 4]]);
         assert_eq!(ends(Map::SoftCap(30.0)), [[-30.0, -30.0, 30.0, 30.0], [0.0; 4]]);
-        assert_eq!(ends(Map::Silu)[1], [0.0, 0.0, 1.0, 1.0]);
+        for f in [Map::Silu, Map::Gelu] {
+            assert_eq!(ends(f)[1], [0.0, 0.0, 1.0, 1.0]);
+        }
         for (f, _) in MAPS {
             let mut y = [0.0];
             map(f, &[f32::NAN], &mut y);

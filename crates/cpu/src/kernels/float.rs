@@ -59,6 +59,10 @@ pub trait Float:
     /// branch-free and within 1.3e-7 (see `logistic_f32`).
     fn logistic_base_2(self) -> (Self, Self);
 
+    /// The share of a normal distribution below `-t`, `erfc(t/√2)/2`, for a `t` of at least 0. NaN stays NaN. In `f32`
+    /// branch-free and within 1.5e-7 (see `normal_tail_f32`), in `f64` that of libm.
+    fn normal_tail(self) -> Self;
+
     /// The larger of two numbers; if either is NaN, `other`.
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
@@ -127,6 +131,10 @@ float! { f32:
     fn logistic_base_2(self) -> (f32, f32) {
         logistic_f32(self)
     }
+
+    fn normal_tail(self) -> f32 {
+        normal_tail_f32(self)
+    }
 }
 
 float! { f64:
@@ -146,6 +154,10 @@ float! { f64:
         let e = f64::exp2(-self);
         let near = 1.0 / (1.0 + e);
         (near, e * near)
+    }
+
+    fn normal_tail(self) -> f64 {
+        libm::erfc(self * std::f64::consts::FRAC_1_SQRT_2) / 2.0
     }
 }
 
@@ -212,6 +224,19 @@ fn tanh_f32(x: f32) -> f32 {
     }
     let tanh = if size < 0.5 { size * p } else { near - far };
     tanh.copysign(x)
+}
+
+/// `erfc(t/√2)/2` without branches or calls, as in [`exp_f32`]: a polynomial of `1/(1 + p t/√2)` times `e^(-t²/2)`
+/// (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, whose error is below 0.75e-7 here).
+#[inline(always)]
+fn normal_tail_f32(t: f32) -> f32 {
+    let z = t * std::f32::consts::FRAC_1_SQRT_2;
+    let of = 1.0 / z.mul_add(0.327_591_1, 1.0);
+    let mut p = 1.061_405_4_f32;
+    for c in [-1.453_152, 1.421_413_7, -0.284_496_72, 0.254_829_6] {
+        p = p.mul_add(of, c);
+    }
+    p * of * exp_f32(-z * z) * 0.5
 }
 
 #[cfg(test)]

@@ -147,6 +147,9 @@ impl CudaDevice {
         if head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
         }
+        if call.masks.cap.is_some() {
+            return Err(self.lacks("attention with a soft cap of scores", DType::F32));
+        }
         let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
         args.extend([Argument::from(head_dim as i32), ((1.0 / (head_dim as f64).sqrt()) as f32).into()]);
         let firsts = self.place_or_none(OP, call.packed.and_then(|packed| packed.firsts.as_ref()))?;

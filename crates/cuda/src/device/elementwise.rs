@@ -12,6 +12,7 @@ impl Elementwise for CudaDevice {
             (Map::Tanh, _) => self.elements(OP, "tanh_forward", &[x], ()),
             (Map::Sigmoid, _) => self.elements(OP, "sigmoid_forward", &[x], ()),
             (Map::Silu, _) => self.elements(OP, "silu_forward", &[x], ()),
+            (Map::Gelu, _) => self.elements(OP, "exact_gelu_forward", &[x], ()),
             (Map::SoftCap(cap), _) => self.elements(OP, "soft_cap_forward", &[x], cap as f32),
         }
     }
@@ -23,6 +24,7 @@ impl Elementwise for CudaDevice {
             Map::Tanh => self.elements(OP, "tanh_backward", &[dy, x], ()),
             Map::Sigmoid => self.elements(OP, "sigmoid_backward", &[dy, x], ()),
             Map::Silu => self.elements(OP, "silu_backward", &[dy, x], ()),
+            Map::Gelu => self.elements(OP, "exact_gelu_backward", &[dy, x], ()),
             Map::SoftCap(cap) => self.elements(OP, "soft_cap_backward", &[dy, x], cap as f32),
         }
     }

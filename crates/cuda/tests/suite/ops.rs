@@ -182,7 +182,7 @@ fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
             let of = device.elementwise()?;
             let [x, dy, row] = [&x, &dy, &row].map(up);
             let mut results = Vec::new();
-            for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu, Map::SoftCap(1.5)] {
+            for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu, Map::Gelu, Map::SoftCap(1.5)] {
                 results.extend([of.map(f, &x)?, of.map_grad(f, &dy, &x)?]);
             }
             for f in [Zip::Sub, Zip::Mul, Zip::Div] {
@@ -612,7 +612,7 @@ fn attention_of_runs_of_tokens_has_the_cpus_bits() {
         same("attention of runs of tokens", |device, up| {
             let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
             let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
-            let masks = AttentionMasks { documents, window, runs: Some(&runs), dropout: None };
+            let masks = AttentionMasks { documents, window, runs: Some(&runs), ..AttentionMasks::default() };
             let rotary = Some(Rotary::new(100.0));
             let heads = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
             let shape = GroupedShape { keys: 150, sequence: 150, ..heads };

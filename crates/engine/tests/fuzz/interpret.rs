@@ -251,11 +251,11 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::SplitInto { dim, count } => x()?.unflatten(*dim, &[*count, extent(x()?, *dim)? / count]),
         Op::MergeDims { dim } => x()?.flatten(*dim..dim + 2),
         Op::Attention { dropout, window } => {
-            let mask = Mask { documents: None, window: *window };
+            let mask = Mask { window: *window, ..Mask::default() };
             x()?.causal_attention(mask, dropout.as_ref().map(|(p, name)| (*p, &**name)))
         }
         Op::GroupedAttention { window } => {
-            x()?.grouped_attention(y()?, None, Mask { documents: None, window: *window }, None)
+            x()?.grouped_attention(y()?, None, Mask { window: *window, ..Mask::default() }, None)
         }
         Op::Embedding { table } => x()?.embedding(&param(*table)?),
         Op::VocabEmbedding { table, axis, vocab } => x()?.vocab_parallel_embedding(&param(*table)?, *axis, *vocab),

@@ -29,7 +29,7 @@ fn gpt2_config() -> Gpt2Config {
 
 /// Fewer heads of keys and values than there are ranks in `tp=4`, and scaled rotations.
 fn llama_config() -> LlamaConfig {
-    let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
+    let rotary = Some(Rotary { scaling: Some(RotaryScaling::LLAMA_3_1), ..Rotary::new(10_000.0) });
     LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 }
 }
 

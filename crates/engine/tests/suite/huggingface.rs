@@ -5,7 +5,8 @@
 use meshwork_core::Axis;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
-use meshwork_engine::{Plan, ScheduleSpec, TrainError, Trainer, WholeState};
+use meshwork_engine::{Decoder, Numerics, Plan, ScheduleSpec, TrainError, Trainer, WholeState};
+use meshwork_models::decoder::DecoderModel;
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
 use meshwork_models::language;
@@ -18,6 +19,22 @@ use std::sync::Arc;
 const MODELS: [&str; 5] = ["gpt2", "gpt2_untied_bf16", "llama_scaled", "llama_tied_f16_shards", "mixtral"];
 /// Logits of `transformers` in f32, of numbers around 1.
 const TOLERANCE: f64 = 1e-4;
+
+/// The other families, each on a mesh: together they cut everything that a family has of its own. With them whether tp
+/// cuts the sequence between blocks, and tokens of a block of feed-forward networks.
+const FAMILIES: &[(&str, &str, bool, usize)] = &[
+    ("mistral", "dp=2,tp=2", true, 0),
+    ("qwen2", "tp=4", false, 0),
+    ("qwen3", "tp=4", true, 0),
+    ("qwen3_moe", "tp=2,dp=2,ep=2", false, 0),
+    ("gemma", "pp=2", false, 4),
+    ("gemma2", "tp=2,pp=2", false, 0),
+    ("gemma3", "tp=2", true, 0),
+    ("olmo2", "tp=4", true, 4),
+    ("phi3", "tp=2,pp=2", false, 0),
+    ("gpt_neox", "tp=2,dp=2", false, 4),
+    ("gpt_neox", "tp=4", true, 0),
+];
 
 fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/huggingface").join(name)
@@ -42,12 +59,8 @@ fn wanted(folder: &Path) -> (Vec<Vec<i32>>, Vec<Vec<Vec<f32>>>) {
 
 /// The model of a folder; experts are cut over tp as other blocks are.
 fn model(read: &Pretrained) -> Arc<dyn Model> {
-    match *read.architecture() {
-        Architecture::Mixtral(config, experts) => {
-            Architecture::Mixtral(config, ExpertsConfig { over_tp: true, ..experts }).model()
-        }
-        other => other.model(),
-    }
+    let of = *read.architecture();
+    Architecture { experts: of.experts.map(|experts| ExpertsConfig { over_tp: true, ..experts }), ..of }.model()
 }
 
 /// These meshes, and those that share out the experts of a model that has some.
@@ -94,17 +107,94 @@ fn logits_are_those_of_transformers_on_any_mesh() {
     }
 }
 
+/// On one rank the numbers of `transformers`; on a mesh the losses, gradient norms and weights of one rank, bit by bit,
+/// and the same tokens' logits with the cache.
+#[test]
+fn families_have_the_logits_of_transformers_and_one_ranks_bits_on_a_mesh() {
+    for &(name, mesh, cut, block) in FAMILIES {
+        let folder = folder(name);
+        let (tokens, logits) = wanted(&folder);
+        let read = Pretrained::open(&folder).unwrap();
+        let Architecture { decoder, experts, .. } = *read.architecture();
+        let experts = experts.map(|experts| ExpertsConfig { over_tp: true, ..experts });
+        let of = DecoderModel::new(decoder).with_experts(experts).sequence_parallel(cut).sequence_block(block);
+        let model: Arc<dyn Model> = Arc::new(of.clone());
+        let generator: Arc<dyn Model> = Arc::new(of.sequence_parallel(false));
+        let (seq, vocab) = (tokens[0].len(), logits[0][0].len());
+        let run = |mesh: &str, numerics: Numerics| {
+            let plan = Plan { numerics, ..plan(mesh) };
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
+                trainer.load_weights(|spec, slice| read.read(spec, slice))?;
+                let all = language::batch(tokens.concat(), vec![-1; 2 * seq], seq)?;
+                let rows: Vec<Vec<f32>> =
+                    (0..2 * seq).map(|row| trainer.predict(&all, row, vocab)).collect::<Result<_, _>>()?;
+                let mut decoder = Decoder::new(generator.clone(), &plan, rank, Cpu::device(), seq, |spec, slice| {
+                    read.read(spec, slice)
+                })?;
+                let mut decoded = Vec::new();
+                for at in [0..7, 7..8, 8..seq] {
+                    let last = at.end - 1;
+                    let now: Vec<i32> =
+                        trainer.samples().flat_map(|sample| tokens[sample][at.clone()].to_vec()).collect();
+                    let batch = language::batch(now.clone(), vec![-1; now.len()], at.len())?;
+                    decoded.push((last, decoder.next(&batch, at.len(), vocab)?));
+                }
+                let own = tokens[trainer.samples()].concat();
+                let targets = own.iter().map(|id| (id * 7 + 3) % vocab as i32).collect();
+                let batch = language::batch(own, targets, seq)?;
+                let reports = [trainer.step(&batch)?, trainer.step(&batch)?];
+                let reports = reports.map(|report| [report.loss.to_bits(), report.grad_norm.to_bits()]);
+                Ok::<_, TrainError>((rows, (trainer.samples(), decoded), reports, trainer.state()?))
+            });
+            ranks.unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"))
+        };
+        for (rows, ..) in run("dp=1", Numerics::Fast).iter().chain(&run(mesh, Numerics::Fast)) {
+            for (got, want) in rows.iter().zip(logits.concat()) {
+                let apart = got.iter().zip(&want).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+                assert!(apart < 2e-5, "{name}: {apart:e} apart");
+            }
+        }
+        let canonical = Numerics::Canonical { blocks: 4 };
+        let [one, there] = ["dp=1", mesh].map(|mesh| run(mesh, canonical));
+        let [alone, together] = [&one, &there].map(|ranks| {
+            let states: Vec<_> = ranks.iter().map(|rank| rank.3.clone()).collect();
+            let whole = WholeState::merge(&states).unwrap();
+            let bits = |key| whole.vector(key).unwrap().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            whole.keys().map(|key| (key.clone(), bits(key))).collect::<Vec<_>>()
+        });
+        for (rows, (samples, decoded), reports, _) in &there {
+            assert_eq!((rows, reports), (&one[0].0, &one[0].2), "{name} on {mesh}");
+            for (last, logits) in decoded {
+                let whole: Vec<f32> =
+                    samples.clone().flat_map(|sample| one[0].0[sample * seq + last].clone()).collect();
+                assert_eq!(*logits, whole, "{name} on {mesh}: decoded after {last}");
+            }
+        }
+        assert!(alone == together, "{name} on {mesh}: other weights");
+    }
+}
+
 #[test]
 fn each_rank_reads_the_bytes_of_its_slices() {
-    for name in MODELS {
+    let all = MODELS.into_iter().flat_map(|name| {
+        meshes(name, &["dp=1", "tp=2", "tp=4,pp=2"], &["dp=2,ep=2", "tp=2,dp=4,ep=4,pp=2"])
+            .into_iter()
+            .map(move |mesh| (name, mesh))
+    });
+    for (name, mesh) in all.chain(FAMILIES.iter().map(|&(name, mesh, ..)| (name, mesh))) {
         let folder = folder(name);
-        for mesh in meshes(name, &["dp=1", "tp=2", "tp=4,pp=2"], &["dp=2,ep=2", "tp=2,dp=4,ep=4,pp=2"]) {
+        {
             let plan = Plan { global_batch_size: 4, ..plan(mesh) };
             let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let read = Pretrained::open(&folder).expect("a fixture");
                 let trainer = load(&read, &plan, rank)?;
                 // The folder has no buffers, in which each of the layers counts the tokens of four experts.
-                let layers = if name == "mixtral" { 2 / plan.mesh.degree(Axis::Pp) } else { 0 };
+                let layers = match name {
+                    "mixtral" => 2 / plan.mesh.degree(Axis::Pp),
+                    "qwen3_moe" => 1,
+                    _ => 0,
+                };
                 Ok::<_, TrainError>((read.bytes_read(), (trainer.local_elements() - 4 * layers) as u64))
             });
             let bytes = if name.contains("16") { 2 } else { 4 };
@@ -117,9 +207,12 @@ fn each_rank_reads_the_bytes_of_its_slices() {
 
 #[test]
 fn a_model_is_written_as_it_was_read() {
-    for (name, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16, Dtype::F32]) {
+    let models = MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16, Dtype::F32]);
+    let models =
+        models.map(|(name, dtype)| (name, dtype, if name == "mixtral" { "tp=2,dp=2,ep=2" } else { "tp=2,pp=2" }));
+    for (name, dtype, mesh) in models.chain(FAMILIES.iter().map(|&(name, mesh, ..)| (name, Dtype::F32, mesh))) {
         let original = Pretrained::open(&folder(name)).unwrap();
-        let plan = plan(if name == "mixtral" { "tp=2,dp=2,ep=2" } else { "tp=2,pp=2" });
+        let plan = plan(mesh);
         let states =
             World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| load(&original, &plan, rank)?.state()).unwrap();
         let whole = WholeState::merge(&states).unwrap();

@@ -6,7 +6,7 @@ use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::language;
-use meshwork_models::llama::{Llama, LlamaConfig};
+use meshwork_models::llama::{LLAMA, Llama, LlamaConfig};
 use meshwork_nn::Model;
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
@@ -65,9 +65,10 @@ impl Fixture {
             num_kv_heads: self.size("kv_heads"),
             ffn_hidden_size: self.size("ffn"),
             seq_len: self.size("seq"),
-            rotary: Rotary { theta: number("theta"), scaling: Some(scaling) },
+            rotary: Some(Rotary { scaling: Some(scaling), ..Rotary::new(number("theta")) }),
             norm_eps: number("eps"),
             tie_embeddings: tied,
+            ..LLAMA
         }
     }
 

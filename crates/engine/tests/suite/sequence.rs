@@ -11,7 +11,7 @@ use meshwork_engine::{
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, TARGETS, TOKENS};
-use meshwork_models::llama::{Llama, LlamaConfig};
+use meshwork_models::llama::{LLAMA, Llama, LlamaConfig};
 use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec, sample_types};
 use meshwork_optim::{Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::op::Rotary;
@@ -304,9 +304,10 @@ fn untouched() -> Vec<Arc<dyn Model>> {
         num_kv_heads: 2,
         ffn_hidden_size: 32,
         seq_len: SEQ,
-        rotary: Rotary::new(100.0),
+        rotary: Some(Rotary::new(100.0)),
         norm_eps: 1e-5,
         tie_embeddings: false,
+        ..LLAMA
     };
     vec![Arc::new(Gpt2::new(gpt2)), Arc::new(Gpt2::new(gpt2).sequence_parallel(true)), Arc::new(Llama::new(llama))]
 }

@@ -1,9 +1,10 @@
 //! Writes a model into a folder that `transformers` loads.
 
-use super::layout::{self, TensorPart};
+use super::layout;
 use super::staged::{self, Staged};
 use super::written::{self, Settings};
 use super::{Architecture, Dtype, Error};
+use crate::families::TensorPart;
 use meshwork_tensor::ParamSpec;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -16,13 +17,25 @@ const SHARD: u64 = 5_000_000_000;
 /// Bytes that are written before they must be on the disk, so that the last wait for it is short.
 const SYNC: usize = 1 << 28;
 
-/// A tensor of the folder, and the parameters that it is made of.
+/// A tensor of the folder.
 struct Written {
     name: String,
     shape: Vec<usize>,
-    part: TensorPart,
-    spec: ParamSpec,
+    /// What it is made of: parts of the parameters of a unit, by number.
+    parts: Vec<(usize, TensorPart)>,
+    /// The number of its unit.
+    unit: usize,
 }
+
+/// Parameters that share tensors: most are alone.
+#[derive(Default)]
+struct Unit {
+    specs: Vec<ParamSpec>,
+    tensors: Vec<Written>,
+}
+
+/// The parameters of each unit, and the tensors of each file with their bytes.
+type Shards = (Vec<Vec<ParamSpec>>, Vec<(u64, Vec<Written>)>);
 
 /// The caller's weights, or why it cannot give them.
 type Given = Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>;
@@ -73,14 +86,14 @@ impl Export {
     /// A folder that cannot be made there, files of another model in it unless they are to be replaced, folders in it,
     /// a disk without the room.
     pub fn check(&self, folder: &Path) -> Result<(), Error> {
-        let weights = self.tensors()?.iter().map(|tensor| self.bytes(tensor)).sum::<u64>();
+        let weights = self.units()?.iter().flat_map(|unit| &unit.tensors).map(|tensor| self.bytes(tensor)).sum::<u64>();
         let files = self.files.values().map(|file| file.len() as u64).sum::<u64>();
         staged::check(folder, self.overwrite, weights + files)
     }
 
     /// Writes `config.json`, `generation_config.json`, the weights, above 5 GB in shards with an index, and the other
     /// files. `weights` gives a whole parameter, row-major; it is asked for each of them once, or again in the next
-    /// shard where its tensors lie in several, and one is in memory at a time.
+    /// shard where its tensors lie in several. One is in memory at a time, or those that share a tensor.
     ///
     /// The folder appears whole: a process that is killed leaves the one that was there before, or this one. Files in
     /// it that are of no model stay.
@@ -91,7 +104,7 @@ impl Export {
     pub fn write(&self, folder: &Path, mut weights: impl FnMut(&ParamSpec) -> Given) -> Result<(), Error> {
         let staged = Staged::begin(folder, self.overwrite)?;
         let dir = staged.dir();
-        let shards = self.shards()?;
+        let (specs, shards) = self.shards()?;
         let (total, count) = (shards.iter().map(|(size, _)| size).sum::<u64>(), shards.len());
         let mut weight_map = BTreeMap::new();
         for (number, (_, shard)) in shards.iter().enumerate() {
@@ -100,7 +113,7 @@ impl Export {
                 _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
             };
             weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone())));
-            self.write_shard(&dir.join(name), shard, &mut weights)?;
+            self.write_shard(&dir.join(name), &specs, shard, &mut weights)?;
         }
         let mut files = Vec::new();
         if count > 1 {
@@ -129,48 +142,81 @@ impl Export {
     /// # Errors
     /// Sizes that no model has.
     pub fn order(&self) -> Result<Vec<ParamSpec>, Error> {
-        let parameters =
-            |shard: &[Written]| of_parameters(shard).map(|tensors| tensors[0].spec.clone()).collect::<Vec<_>>();
-        Ok(self.shards()?.iter().flat_map(|(_, shard)| parameters(shard)).collect())
+        let (specs, shards) = self.shards()?;
+        let of =
+            |shard: &[Written]| of_units(shard).flat_map(|tensors| specs[tensors[0].unit].clone()).collect::<Vec<_>>();
+        Ok(shards.iter().flat_map(|(_, shard)| of(shard)).collect())
     }
 
-    /// The tensors of each file, and their bytes.
-    fn shards(&self) -> Result<Vec<(u64, Vec<Written>)>, Error> {
-        let mut shards: Vec<(u64, Vec<Written>)> = Vec::new();
-        for tensor in self.tensors()? {
-            let size = self.bytes(&tensor);
-            match shards.last_mut().filter(|(held, _)| held + size <= SHARD) {
-                Some((held, shard)) => {
-                    *held += size;
-                    shard.push(tensor);
+    fn shards(&self) -> Result<Shards, Error> {
+        let (mut specs, mut shards): (_, Vec<(u64, Vec<Written>)>) = (Vec::new(), Vec::new());
+        for unit in self.units()? {
+            specs.push(unit.specs);
+            for tensor in unit.tensors {
+                let size = self.bytes(&tensor);
+                match shards.last_mut().filter(|(held, _)| *held + size <= SHARD) {
+                    Some((held, shard)) => {
+                        *held += size;
+                        shard.push(tensor);
+                    }
+                    None => shards.push((size, vec![tensor])),
                 }
-                None => shards.push((size, vec![tensor])),
             }
         }
-        Ok(shards)
+        Ok((specs, shards))
     }
 
-    fn tensors(&self) -> Result<Vec<Written>, Error> {
-        let mut tensors = Vec::new();
+    fn units(&self) -> Result<Vec<Unit>, Error> {
+        let (mut units, mut places): (Vec<Unit>, BTreeMap<String, (usize, usize)>) = Default::default();
         for spec in self.architecture.parameters()? {
-            for part in layout::parts(&self.architecture, &spec.name, spec.dims) {
-                let name = match &*part.tensor {
-                    "lm_head.weight" => part.tensor.clone(),
-                    tensor => format!("{}{tensor}", layout::prefix(&self.architecture)),
-                };
-                tensors.push(Written { name, shape: part.shape.clone(), part, spec: spec.clone() });
+            let named =
+                |part: TensorPart| (layout::name(&self.architecture, &part, self.architecture.family.prefix), part);
+            let parts: Vec<_> =
+                layout::parts(&self.architecture, &spec.name, spec.dims).into_iter().map(named).collect();
+            let shared = parts.iter().find_map(|(name, _)| places.get(name)).map(|&(unit, _)| unit);
+            let number = shared.unwrap_or(units.len());
+            if number == units.len() {
+                units.push(Unit::default());
+            }
+            let unit = &mut units[number];
+            let parameter = unit.specs.len();
+            unit.specs.push(spec);
+            for (name, part) in parts {
+                match places.get(&name) {
+                    Some(&(_, tensor)) => unit.tensors[tensor].parts.push((parameter, part)),
+                    None => {
+                        places.insert(name.clone(), (number, unit.tensors.len()));
+                        let shape = part.shape.clone();
+                        unit.tensors.push(Written { name, shape, parts: vec![(parameter, part)], unit: number });
+                    }
+                }
             }
         }
-        Ok(tensors)
+        Ok(units)
     }
 
     fn bytes(&self, tensor: &Written) -> u64 {
         (tensor.shape.iter().product::<usize>() * self.dtype.bytes()) as u64
     }
 
+    /// The caller's weights of a parameter.
+    fn given(&self, spec: &ParamSpec, weights: &mut impl FnMut(&ParamSpec) -> Given) -> Result<Vec<f32>, Error> {
+        let failed = |source| Error::Weights { name: spec.name.clone(), source };
+        let values = weights(spec).map_err(failed)?;
+        if values.len() != spec.dims.count() {
+            let problem = format!("{} elements, and there are {}", values.len(), spec.dims.count());
+            return Err(failed(problem.into()));
+        }
+        match values.iter().find(|&&value| !self.dtype.holds(value)) {
+            Some(&value) => Err(Error::NotFinite { name: spec.name.clone(), value, dtype: self.dtype }),
+            None => Ok(values),
+        }
+    }
+
     fn write_shard(
         &self,
         path: &Path,
+        units: &[Vec<ParamSpec>],
         tensors: &[Written],
         weights: &mut impl FnMut(&ParamSpec) -> Given,
     ) -> Result<(), Error> {
@@ -191,20 +237,16 @@ impl Export {
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
         let mut unsynced = 0;
-        for tensors in of_parameters(tensors) {
-            let spec = &tensors[0].spec;
-            let given = |source| Error::Weights { name: spec.name.clone(), source };
-            let values = weights(spec).map_err(given)?;
-            if values.len() != spec.dims.count() {
-                let problem = format!("{} elements, and there are {}", values.len(), spec.dims.count());
-                return Err(given(problem.into()));
-            }
-            if let Some(&value) = values.iter().find(|&&value| !self.dtype.holds(value)) {
-                return Err(Error::NotFinite { name: spec.name.clone(), value, dtype: self.dtype });
-            }
-            for Written { part, shape, .. } in tensors {
+        for tensors in of_units(tensors) {
+            let specs = &units[tensors[0].unit];
+            let given = specs.iter().map(|spec| self.given(spec, weights)).collect::<Result<Vec<_>, _>>()?;
+            for Written { parts, shape, .. } in tensors {
+                let mut values = vec![0.0; shape.iter().product()];
+                for (parameter, part) in parts {
+                    place(part, &specs[*parameter].dims, &given[*parameter], &mut values);
+                }
                 let mut bytes = Vec::new();
-                self.dtype.encode(&gather(part, &spec.dims, shape.iter().product(), &values), &mut bytes);
+                self.dtype.encode(&values, &mut bytes);
                 file.write_all(&bytes).map_err(failed)?;
                 unsynced += bytes.len();
             }
@@ -218,28 +260,25 @@ impl Export {
     }
 }
 
-/// The tensors of each parameter, which follow each other.
-fn of_parameters(tensors: &[Written]) -> impl Iterator<Item = &[Written]> {
-    tensors.chunk_by(|one, next| one.spec.name == next.spec.name)
+/// The tensors of each unit, which follow each other.
+fn of_units(tensors: &[Written]) -> impl Iterator<Item = &[Written]> {
+    tensors.chunk_by(|one, next| one.unit == next.unit)
 }
 
-/// The elements of one tensor, in its order.
-fn gather(part: &TensorPart, dims: &[usize], count: usize, values: &[f32]) -> Vec<f32> {
-    let whole: Vec<_> = dims.iter().map(|&extent| 0..extent).collect();
-    let ranges = part.within(&whole);
-    let mut tensor = vec![0.0; count];
+/// Writes the elements of a part to their places in its tensor.
+fn place(part: &TensorPart, dims: &[usize], values: &[f32], tensor: &mut [f32]) {
+    let ranges = &part.ranges;
     for number in 0..ranges.iter().map(ExactSizeIterator::len).product() {
-        let (mut rest, mut place, mut element, mut step) = (number, 0, 0, 1);
+        let (mut rest, mut place, mut element, mut step) = (number, part.start, 0, 1);
         for dim in (0..dims.len()).rev() {
             let index = ranges[dim].start + rest % ranges[dim].len();
             rest /= ranges[dim].len();
-            place += index * part.strides[dim];
+            place += part.along(dim, index);
             element += index * step;
             step *= dims[dim];
         }
-        tensor[place] = values[element];
+        tensor[place] = if part.offset == 0.0 { values[element] } else { values[element] - part.offset };
     }
-    tensor
 }
 
 fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {

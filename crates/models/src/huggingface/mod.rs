@@ -8,12 +8,12 @@
 //!
 //! # let folder = std::env::temp_dir().join(format!("meshwork-huggingface-{}", std::process::id()));
 //! let tiny = LlamaConfig { num_layers: 1, hidden_size: 8, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 12, ..PRESETS[0].1 };
-//! let specs = Architecture::Llama(tiny).parameters()?;
+//! let specs = Architecture::llama(tiny).parameters()?;
 //! // Every parameter is 1, 2, 3, ...
-//! export(&folder, &Architecture::Llama(tiny), Dtype::F32, |spec| Ok((1..=spec.dims.count()).map(|i| i as f32).collect()))?;
+//! export(&folder, &Architecture::llama(tiny), Dtype::F32, |spec| Ok((1..=spec.dims.count()).map(|i| i as f32).collect()))?;
 //!
 //! let read = Pretrained::open(&folder)?;
-//! assert_eq!(read.architecture(), &Architecture::Llama(tiny));
+//! assert_eq!(read.architecture(), &Architecture::llama(tiny));
 //! let norm = specs.iter().find(|spec| spec.name == "norm.weight").unwrap();
 //! assert_eq!(read.read(norm, &LocalSlice::whole(norm.dims))?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! # std::fs::remove_dir_all(&folder)?;
@@ -36,10 +36,9 @@ pub use tensors::Dtype;
 pub use tokenizer::tokenizer_files;
 pub use written::Settings;
 
+use crate::decoder::{DecoderConfig, DecoderModel};
 use crate::experts::ExpertsConfig;
-use crate::gpt2::{Gpt2, Gpt2Config};
-use crate::llama::{Llama, LlamaConfig};
-use layout::TensorPart;
+use crate::families::{Family, TensorPart, gpt2, llama, mistral, mixtral};
 use meshwork_core::Mesh;
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::param::LocalSlice;
@@ -103,33 +102,46 @@ impl Error {
     }
 }
 
-/// A model that can be read and written, with its sizes.
+/// A model that can be read and written.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Architecture {
-    /// `GPT2LMHeadModel`.
-    Gpt2(Gpt2Config),
-    /// `LlamaForCausalLM`; with a sliding window, `MistralForCausalLM`.
-    Llama(LlamaConfig),
-    /// `MixtralForCausalLM`: a Llama with [experts that it has](not_of_mixtral) in every layer.
-    Mixtral(LlamaConfig, ExpertsConfig),
+pub struct Architecture {
+    /// Its family.
+    pub family: &'static Family,
+    /// Its sizes.
+    pub decoder: DecoderConfig,
+    /// Its experts, if it has some: those of the family, such as [a Mixtral's](not_of_mixtral).
+    pub experts: Option<ExpertsConfig>,
 }
 
 impl Architecture {
-    /// Features of a token.
-    pub fn hidden_size(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.hidden_size,
-            Self::Llama(config) | Self::Mixtral(config, _) => config.hidden_size,
-        }
+    /// The model that a `config.json` describes.
+    ///
+    /// # Errors
+    /// A text that is not JSON; everything that is missing, misshapen or not supported, together.
+    pub fn read(text: &str) -> Result<Self, Error> {
+        let value = serde_json::from_str(text).map_err(|error| Error::Config(vec![format!("is not JSON: {error}")]))?;
+        config::read(&value)
+    }
+
+    /// A GPT-2.
+    pub fn gpt2(decoder: DecoderConfig) -> Self {
+        Self { family: &gpt2::FAMILY, decoder, experts: None }
+    }
+
+    /// A Llama; with a sliding window, a Mistral.
+    pub fn llama(decoder: DecoderConfig) -> Self {
+        let family = if decoder.sliding_window.is_some() { &mistral::FAMILY } else { &llama::FAMILY };
+        Self { family, decoder, experts: None }
+    }
+
+    /// A Mixtral: a Llama with [experts that it has](not_of_mixtral) in every layer.
+    pub fn mixtral(decoder: DecoderConfig, experts: ExpertsConfig) -> Self {
+        Self { family: &mixtral::FAMILY, decoder, experts: Some(experts) }
     }
 
     /// The model.
     pub fn model(&self) -> Arc<dyn Model> {
-        match *self {
-            Self::Gpt2(config) => Arc::new(Gpt2::new(config)),
-            Self::Llama(config) => Arc::new(Llama::new(config)),
-            Self::Mixtral(config, experts) => Arc::new(Llama::new(config).with_experts(Some(experts))),
-        }
+        Arc::new(DecoderModel::new(self.decoder).with_experts(self.experts))
     }
 
     /// Every parameter of the folder, in the order of declaration; not the buffers, which a router counts tokens in.
@@ -175,7 +187,7 @@ impl Pretrained {
                 return Err(Error::all(errors).unwrap_or(Error::Config(Vec::new())));
             }
         };
-        let prefix = layout::prefix(&architecture);
+        let prefix = architecture.family.prefix;
         let prefixed = tensors.names().any(|name| name.starts_with(prefix));
         let object = |value: Value| value.as_object().cloned();
         let settings = Settings { config: object(config).unwrap_or_default(), generation: generation.and_then(object) };
@@ -240,19 +252,19 @@ impl Pretrained {
             let (mut bytes, mut run) = (Vec::new(), Vec::new());
             for_each_run(&part, slice, &ranges, |start, base, places| {
                 self.tensors.read(tensor, start..start + places.len(), &mut bytes, &mut run)?;
-                places.iter().zip(&run).for_each(|(&place, &value)| values[base + place] = value);
+                let read = |value: f32| {
+                    if part.offset == 0.0 { value } else { value + part.offset }
+                };
+                places.iter().zip(&run).for_each(|(&place, &value)| values[base + place] = read(value));
                 Ok(())
             })?;
         }
         Ok(values)
     }
 
-    /// The name of a part's tensor in these files. The head lies beside the model that the prefix names.
+    /// The name of a part's tensor in these files.
     fn name(&self, part: &TensorPart) -> String {
-        match &*part.tensor {
-            "lm_head.weight" => part.tensor.clone(),
-            tensor => format!("{}{tensor}", self.prefix),
-        }
+        layout::name(&self.architecture, part, self.prefix)
     }
 
     fn is_beside(&self, name: &str) -> bool {
@@ -265,6 +277,9 @@ impl Pretrained {
         for spec in self.architecture.parameters()? {
             for part in layout::parts(&self.architecture, &spec.name, spec.dims) {
                 let name = self.name(&part);
+                if !known.insert(name.clone()) {
+                    continue;
+                }
                 match self.tensors.find(&name) {
                     None => problems.push(format!("{name} {:?} is missing", part.shape)),
                     Some(tensor) if tensor.shape != part.shape => {
@@ -274,7 +289,6 @@ impl Pretrained {
                         format!("{name} is of the type {dtype}, which is not supported: F32, BF16 and F16 are")
                     })),
                 }
-                known.insert(name);
             }
         }
         let extra = self.tensors.names().filter(|&name| !known.contains(name) && !self.is_beside(name));
@@ -296,9 +310,9 @@ fn for_each_run(
     mut visit: impl FnMut(usize, usize, &[usize]) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let local: Vec<usize> = (0..ranges.len()).map(|dim| slice.stored[dim + 1..].iter().product()).collect();
-    let start = |dim: usize| ranges[dim].start * part.strides[dim];
+    let start = |dim: usize| part.along(dim, ranges[dim].start);
     let base: usize = (0..ranges.len()).map(|dim| (ranges[dim].start - slice.ranges[dim].start) * local[dim]).sum();
-    // From the dim whose neighbours are nearest in the tensor to the farthest; the dims of `at` have one index here.
+    // From the dim whose neighbours are nearest in the tensor to the farthest.
     let mut dims: Vec<usize> = (0..ranges.len()).filter(|&dim| part.strides[dim] > 0).collect();
     dims.sort_by_key(|&dim| part.strides[dim]);
     // Dims whose elements follow each other in the tensor make up a run.
@@ -313,7 +327,7 @@ fn for_each_run(
         places = (0..ranges[dim].len()).flat_map(moved).collect();
         joined += 1;
     }
-    let first: usize = dims.iter().map(|&dim| start(dim)).sum();
+    let first = part.start + dims.iter().map(|&dim| start(dim)).sum::<usize>();
     let outer = &dims[joined..];
     for number in 0..outer.iter().map(|&dim| ranges[dim].len()).product() {
         let (mut rest, mut element, mut place) = (number, first, base);

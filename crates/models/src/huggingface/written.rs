@@ -1,9 +1,8 @@
 //! `config.json` and `generation_config.json` of an export. What the folder said that the model comes from is kept, but
 //! for what the run changed.
 
-use super::config::MISTRAL;
 use super::{Architecture, Dtype, config};
-use crate::llama::LlamaConfig;
+use crate::families::{gpt2, llama};
 use serde_json::{Map, Value, json};
 
 /// The settings of the folder that a model comes from: `config.json` and `generation_config.json`, as they are there.
@@ -87,80 +86,18 @@ fn one_or_all(ids: &[u32]) -> Value {
     }
 }
 
-fn of_architecture(architecture: &Architecture) -> Map<String, Value> {
-    if let Value::Object(sizes) = sizes(architecture) { sizes } else { Map::new() }
-}
-
 /// The settings of an architecture in `config.json`.
-fn sizes(architecture: &Architecture) -> Value {
-    match architecture {
-        Architecture::Gpt2(config) => json!({
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": config.vocab_size,
-            "n_positions": config.seq_len,
-            "n_ctx": config.seq_len,
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": config.ffn_hidden_size,
-            "activation_function": "gelu_new",
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": config.dropout,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": config.tie_embeddings,
-        }),
-        Architecture::Llama(config) if config.sliding_window.is_none() => {
-            write_llama(config, "LlamaForCausalLM", "llama")
-        }
-        Architecture::Llama(config) => {
-            let mut settings = write_llama(config, "MistralForCausalLM", MISTRAL);
-            settings["sliding_window"] = json!(config.sliding_window);
-            settings
-        }
-        Architecture::Mixtral(config, experts) => {
-            let mut settings = write_llama(config, "MixtralForCausalLM", "mixtral");
-            settings["intermediate_size"] = json!(experts.expert_hidden_size);
-            settings["num_local_experts"] = json!(experts.moe.num_experts);
-            settings["num_experts_per_tok"] = json!(experts.moe.top_k);
-            settings["router_jitter_noise"] = json!(0.0);
-            settings["sliding_window"] = json!(config.sliding_window);
-            // There the loss counts every one of a token's experts, here their mean.
-            settings["router_aux_loss_coef"] = json!(experts.moe.aux_loss_coeff / experts.moe.top_k as f64);
-            settings
+fn of_architecture(of: &Architecture) -> Map<String, Value> {
+    let common = if *of.family == gpt2::FAMILY { Value::Null } else { llama::write(&of.decoder) };
+    let class = json!({"architectures": [of.family.class], "model_type": of.family.model_type});
+    let mut all = Map::new();
+    for settings in [class, common, (of.family.write)(&of.decoder, of.experts.as_ref())] {
+        for (key, value) in settings.as_object().into_iter().flatten() {
+            match value.is_null() && all.contains_key(key) {
+                true => all.remove(key),
+                false => all.insert(key.clone(), value.clone()),
+            };
         }
     }
-}
-
-fn write_llama(config: &LlamaConfig, architecture: &str, model_type: &str) -> Value {
-    let rope = match config.rotary.scaling {
-        None => Value::Null,
-        Some(scaling) => json!({
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }),
-    };
-    json!({
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.seq_len,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.hidden_size / config.num_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rotary.theta,
-        "rope_scaling": rope,
-        "attention_bias": false,
-        "mlp_bias": false,
-        "tie_word_embeddings": config.tie_embeddings,
-    })
+    all
 }

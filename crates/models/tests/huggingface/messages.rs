@@ -226,3 +226,47 @@ fn two_sets_of_weights_in_a_folder_are_refused() {
     });
     assert!(Pretrained::open(gpt2.path()).is_ok());
 }
+
+/// A family of its own is refused with the families that are supported and the settings that none has; one that is
+/// supported, with each setting that it has in another form.
+#[test]
+fn families_are_refused_by_name_and_by_setting() {
+    let told = |name: &str, change: &dyn Fn(&mut Value)| {
+        let folder = copy(name);
+        edit(&folder.path().join("config.json"), change);
+        refused(&folder)
+    };
+    let unknown = told("qwen3", &|config| {
+        config["architectures"] = json!(["FalconForCausalLM"]);
+        config["model_type"] = json!("falcon");
+        config["new_decoder_architecture"] = json!(true);
+    });
+    for part in
+        ["names \"FalconForCausalLM\"", "Qwen3ForCausalLM", "GPTNeoXForCausalLM", "not known: new_decoder_architecture"]
+    {
+        assert!(unknown.contains(part), "{unknown}");
+    }
+    let cases: Vec<(&str, &str, Value, &str)> = vec![
+        ("qwen2", "attention_dropout", json!(0.1), "attention_dropout is 0.1: supported is 0"),
+        ("qwen2", "max_window_layers", json!(-1), "max_window_layers is -1"),
+        ("qwen2", "layer_types", json!(["sliding_attention", "chunked_attention"]), "layer_types is "),
+        ("qwen2", "layer_types", json!(["sliding_attention"]), "layer_types is "),
+        ("qwen3", "rope_parameters", json!({"rope_type": "yarn", "factor": 4.0}), "rope_type is \"yarn\""),
+        ("qwen3", "rope_parameters", json!({"rope_type": "linear"}), "factor is missing"),
+        ("qwen3_moe", "mlp_only_layers", json!([0]), "mlp_only_layers is [0]"),
+        ("qwen3_moe", "num_experts_per_tok", json!(9), "at most num_local_experts, 4"),
+        ("gemma", "hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
+        ("gemma2", "attn_logit_softcapping", json!("high"), "attn_logit_softcapping is \"high\": it must be a number"),
+        ("gemma3", "attn_logit_softcapping", json!(50.0), "attn_logit_softcapping is 50.0"),
+        ("gemma3", "use_bidirectional_attention", json!(true), "use_bidirectional_attention is true"),
+        ("olmo2", "clip_qkv", json!(8.0), "clip_qkv is 8.0"),
+        ("phi3", "rope_parameters", json!({"rope_type": "longrope", "rope_theta": 100.0}), "rope_type is \"longrope\""),
+        ("phi3", "resid_pdrop", json!(0.1), "resid_pdrop is 0.1"),
+        ("gpt_neox", "hidden_act", json!("relu"), "hidden_act is \"relu\""),
+        ("mistral", "num_key_value_heads", json!(3), "num_key_value_heads 3 does not divide num_attention_heads 4"),
+    ];
+    for (name, key, value, wanted) in cases {
+        let told = told(name, &|config| config[key] = value.clone());
+        assert!(told.contains(wanted), "{name}: {told}");
+    }
+}

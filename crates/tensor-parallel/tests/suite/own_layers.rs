@@ -5,7 +5,8 @@ use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{
-    ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
+    AttentionBias, ColumnLinear, NormOver, ParallelAttention, ParallelGroupedAttention, ParallelMlp, Region, RowLinear,
+    VocabParallelEmbedding,
 };
 use meshwork_testkit::check::{LayerInput, check_layer};
 
@@ -85,6 +86,18 @@ fn blocks() {
             |params, mesh| ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, true, [init(); 2]),
             |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), None, 0.0),
         );
+        for over in [NormOver::Head, NormOver::Heads] {
+            let bias = AttentionBias { input: true, output: false };
+            check(
+                "grouped attention with norms",
+                hidden,
+                |params, mesh| {
+                    let layer = ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, of, bias, [init(); 2])?;
+                    Ok(layer.with_norms(params, over, 1e-5)?.with_scale(0.5))
+                },
+                |layer, tape, v, region| layer.forward(tape, &v[0], region, None, None, 0.0),
+            );
+        }
     }
 }
 

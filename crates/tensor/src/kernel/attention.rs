@@ -166,6 +166,8 @@ pub struct AttentionMasks<'a> {
     pub window: Option<usize>,
     /// The tokens that the queries are, in runs; without them, those from `first_query` on.
     pub runs: Option<&'a [Range<usize>]>,
+    /// The soft cap of scores, `cap · tanh(score/cap)` (Gemma 2, arXiv:2408.00118, section 2).
+    pub cap: Option<f64>,
 }
 
 impl AttentionMasks<'_> {

@@ -16,6 +16,8 @@ pub enum Map {
     Sigmoid,
     /// `x/(1 + e^-x)` (Elfwing et al., arXiv:1702.03118).
     Silu,
+    /// `x Φ(x) = x/2 (1 + erf(x/√2))` (Hendrycks and Gimpel, arXiv:1606.08415).
+    Gelu,
     /// `c tanh(x/c)` with this c: close to x near zero, bounded by ±c (Gemma 2, arXiv:2408.00118, section 2).
     SoftCap(f64),
 }

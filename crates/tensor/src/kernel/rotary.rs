@@ -16,6 +16,9 @@ pub struct Rotary {
     pub theta: f64,
     /// Scaling of the frequencies for longer contexts, if any.
     pub scaling: Option<RotaryScaling>,
+    /// The features of a head that turn, an even number, where the others do not: the first half of them begins the
+    /// first half of the head, the second half begins its second half. `None`: all.
+    pub features: Option<usize>,
 }
 
 /// Frequencies scaled as published with Llama 3.1. Frequencies with a short wavelength, compared with the original
@@ -35,13 +38,17 @@ pub struct RotaryScaling {
 
 impl Rotary {
     /// Unscaled frequencies with this base.
-    pub fn new(theta: f64) -> Self {
-        Self { theta, scaling: None }
+    pub const fn new(theta: f64) -> Self {
+        Self { theta, scaling: None, features: None }
     }
 
     /// Radians per position for one of the `head_dim / 2` pairs of features.
     pub fn frequency(&self, pair: usize, head_dim: usize) -> f64 {
-        let frequency = self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
+        let features = self.features.unwrap_or(head_dim);
+        if 2 * pair >= features {
+            return 0.0;
+        }
+        let frequency = self.theta.powf(-2.0 * pair as f64 / features as f64);
         self.scaling.map_or(frequency, |scaling| scaling.scaled(frequency))
     }
 }
@@ -50,6 +57,13 @@ impl RotaryScaling {
     /// The scaling of Llama 3.1.
     pub const LLAMA_3_1: Self =
         Self { factor: 8.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192 };
+
+    /// All frequencies divided by `factor` (position interpolation, Chen et al., arXiv:2306.15595): every wavelength is
+    /// long.
+    pub const fn linear(factor: f64) -> Self {
+        let all = f64::INFINITY;
+        Self { factor, low_frequency_factor: all, high_frequency_factor: all, original_positions: 0 }
+    }
 
     fn scaled(&self, frequency: f64) -> f64 {
         // Number of wavelengths in the original context.

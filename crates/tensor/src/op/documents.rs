@@ -26,11 +26,13 @@ pub struct Mask<'a> {
     /// A sliding window: a query sees at most this many tokens, its own and the last before it (Beltagy et al.,
     /// arXiv:2004.05150; Mistral 7B, arXiv:2310.06825).
     pub window: Option<usize>,
+    /// The soft cap of scores, `cap · tanh(score/cap)`: a finite number above zero.
+    pub cap: Option<f64>,
 }
 
 impl<'a> From<Option<&'a Documents>> for Mask<'a> {
     fn from(documents: Option<&'a Documents>) -> Self {
-        Self { documents, window: None }
+        Self { documents, ..Self::default() }
     }
 }
 
@@ -41,6 +43,7 @@ pub(super) struct Masking {
     /// Of documents: whether they are apart.
     apart: Option<bool>,
     window: Option<usize>,
+    cap: Option<f64>,
 }
 
 impl Masking {
@@ -48,6 +51,10 @@ impl Masking {
     pub(super) fn new(queries: &Var, heads: usize, mask: Mask<'_>, dropout: Option<(f32, &str)>) -> Result<Self> {
         if mask.window == Some(0) {
             let problem = "a sliding window of 0 tokens: a query sees at least itself".to_owned();
+            return Err(Error::Shape { op: "attention", problem, shapes: Vec::new() });
+        }
+        if let Some(cap) = mask.cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            let problem = format!("a cap of {cap} is none: use a finite number above zero");
             return Err(Error::Shape { op: "attention", problem, shapes: Vec::new() });
         }
         let (offset, global) = queries.global_position();
@@ -58,7 +65,7 @@ impl Masking {
             Ok::<_, Error>(AttentionDropout { p, key, first_sample, first_head, global_heads })
         });
         let apart = mask.documents.map(|documents| documents.apart);
-        Ok(Self { dropout: dropout.transpose()?, apart, window: mask.window })
+        Ok(Self { dropout: dropout.transpose()?, apart, window: mask.window, cap: mask.cap })
     }
 
     /// Whether the attention takes positions.
@@ -70,12 +77,13 @@ impl Masking {
     pub(super) fn with<'a>(&'a self, positions: Option<&'a Tensor>) -> AttentionMasks<'a> {
         let documents = self.apart.zip(positions.map(Tensor::buffer));
         let documents = documents.map(|(apart, positions)| DocumentPositions { positions, apart });
-        AttentionMasks { dropout: self.dropout.as_ref(), documents, window: self.window, runs: None }
+        AttentionMasks { dropout: self.dropout.as_ref(), documents, window: self.window, runs: None, cap: self.cap }
     }
 
     pub(super) fn scalars(&self) -> Vec<(&'static str, f64)> {
         let dropout = self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key));
-        dropout.into_iter().chain(self.window.map(|window| ("window", window as f64))).collect()
+        let window = self.window.map(|window| ("window", window as f64));
+        dropout.into_iter().chain(window).chain(self.cap.map(|cap| ("cap", cap))).collect()
     }
 }
 

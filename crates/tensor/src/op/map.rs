@@ -1,4 +1,4 @@
-//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`, `c tanh(x/c)`.
+//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`, `x Φ(x)`, `c tanh(x/c)`.
 
 use super::prelude::*;
 use super::whole::require_whole;
@@ -31,6 +31,12 @@ impl Var {
     /// `x/(1 + e^-x)`, also called swish (Elfwing et al., arXiv:1702.03118). Not linear: refuses `Partial`.
     pub fn silu(&self) -> Result<Var> {
         self.mapped(Map::Silu)
+    }
+
+    /// GELU as defined, `x Φ(x) = x/2 (1 + erf(x/√2))` (Hendrycks and Gimpel, arXiv:1606.08415), of which
+    /// [`gelu`](Var::gelu) is an approximation. Not linear: refuses `Partial`.
+    pub fn exact_gelu(&self) -> Result<Var> {
+        self.mapped(Map::Gelu)
     }
 
     /// `cap · tanh(x/cap)`: logits or scores that stay within ±`cap` (Gemma 2, arXiv:2408.00118, section 2). Not
@@ -86,6 +92,7 @@ impl Op for Mapped {
             Map::Tanh => "tanh",
             Map::Sigmoid => "sigmoid",
             Map::Silu => "silu",
+            Map::Gelu => "exact_gelu",
             Map::SoftCap(_) => "soft_cap",
         }
     }
@@ -99,7 +106,7 @@ impl Op for Mapped {
 
     fn padded(&self) -> Padded {
         match self.0 {
-            Map::Scale(_) | Map::Tanh | Map::Silu | Map::SoftCap(_) => Padded::Zeros,
+            Map::Scale(_) | Map::Tanh | Map::Silu | Map::Gelu | Map::SoftCap(_) => Padded::Zeros,
             Map::Exp | Map::Sigmoid => Padded::Refused, // e^0 is not 0
         }
     }

@@ -5,10 +5,35 @@ use super::prelude::*;
 /// The function between the two products of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MlpKind {
-    /// [GELU](Var::gelu).
+    /// [GELU](Var::gelu), tanh form.
     Gelu,
+    /// [GELU](Var::exact_gelu), as defined.
+    ExactGelu,
     /// [SwiGLU](Var::swiglu): the network is gated.
     SwiGlu,
+    /// GELU, tanh form, of the gate instead (GeGLU).
+    GeGlu,
+}
+
+impl MlpKind {
+    /// Whether the first product gives pairs of a gate and the value that it scales.
+    pub fn is_gated(self) -> bool {
+        matches!(self, Self::SwiGlu | Self::GeGlu)
+    }
+
+    /// The function of the result of the first product: of pairs `[.., features, 2]` in a gated network.
+    pub fn apply(self, x: &Var) -> Result<Var> {
+        match self {
+            Self::Gelu => x.gelu(),
+            Self::ExactGelu => x.exact_gelu(),
+            Self::SwiGlu => x.swiglu(),
+            Self::GeGlu => {
+                let pair = x.shape().len().saturating_sub(1);
+                let of = |at: usize| x.narrow(pair, at..at + 1)?.squeeze(pair);
+                of(0)?.gelu()?.mul(&of(1)?)
+            }
+        }
+    }
 }
 
 #[derive(Debug)]

@@ -44,7 +44,7 @@ fn tokens(tape: &Tape) -> Var {
 }
 
 /// Sequences of one document each: what meta counts, which does not know the positions.
-const WINDOW: Mask<'static> = Mask { documents: None, window: Some(3) };
+const WINDOW: Mask<'static> = Mask { documents: None, window: Some(3), cap: None };
 
 fn documents(tape: &Tape, apart: bool) -> Documents {
     Documents { positions: ids(tape, &[0, 1, 2, 0, 1, 2], &[2, 3], types(Ty::Invariant)), apart }

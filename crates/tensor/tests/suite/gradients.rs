@@ -3,7 +3,7 @@
 use crate::common::check::{check, check_on};
 use crate::common::{NoParams, alone, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::{Mask, Moments, Order, Rotary, RotaryScaling};
+use meshwork_tensor::op::{Mask, MlpKind, Moments, Order, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
@@ -177,7 +177,7 @@ fn causal_attention() {
     // Longer than one block of queries.
     check("long attention", &[("qkv", &[1, 70, 3, 1, 1])], |_, v| v[0].causal_attention(None, None));
     for window in [1, 3, 5] {
-        let mask = Mask { documents: None, window: Some(window) };
+        let mask = Mask { window: Some(window), ..Mask::default() };
         check("a window", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(mask, None));
         let inputs: [(_, &[usize]); 2] = [("q", &[1, 8, 4, 2]), ("kv", &[1, 8, 2, 4])];
         check("a window of runs", &inputs, |_, v| {
@@ -186,11 +186,38 @@ fn causal_attention() {
     }
 }
 
+/// Caps near the scores, of which some are almost at them.
+#[test]
+fn capped_scores() {
+    let mask = Mask { cap: Some(0.3), window: Some(4), ..Mask::default() };
+    check("capped", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].causal_attention(mask, Some((0.4, "h.0.attn"))));
+    let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 4]), ("kv", &[1, 70, 2, 4])];
+    let turned = Rotary { features: Some(2), ..Rotary::new(30.0) };
+    check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], Some(turned), mask, None));
+    let tape = tape_of(&alone());
+    let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
+    let of = |cap| to_f64(qkv.causal_attention(Mask { cap, ..Mask::default() }, None).unwrap().tensor());
+    assert_ne!(of(Some(0.3)), of(None));
+    let far = of(Some(1e6)).into_iter().zip(of(None)).map(|(far, none)| (far - none).abs()).fold(0.0, f64::max);
+    assert!(far < 1e-9, "a cap far above all scores changes them by {far:e}");
+    for cap in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let mask = Mask { cap: Some(cap), ..Mask::default() };
+        let refused = qkv.causal_attention(mask, None).unwrap_err().to_string();
+        assert!(refused.contains(&format!("a cap of {cap} is none")), "{refused}");
+    }
+}
+
+#[test]
+fn exact_gelu_and_geglu() {
+    check("exact gelu", &[("x", &[6, 8])], |_, v| v[0].exact_gelu());
+    check("geglu", &[("x", &[6, 4, 2])], |_, v| MlpKind::GeGlu.apply(&v[0]));
+}
+
 #[test]
 fn a_window_of_no_tokens_is_refused() {
     let tape = tape_of(&alone());
     let qkv = input(&tape, &values("qkv", 240), &[2, 5, 3, 2, 4], Types::NONE);
-    let refused = qkv.causal_attention(Mask { documents: None, window: Some(0) }, None).unwrap_err().to_string();
+    let refused = qkv.causal_attention(Mask { window: Some(0), ..Mask::default() }, None).unwrap_err().to_string();
     assert!(refused.contains("a sliding window of 0 tokens: a query sees at least itself"), "{refused}");
 }
 
@@ -206,8 +233,11 @@ fn causal_attention_with_dropout() {
 
 #[test]
 fn grouped_attention() {
-    let rotary =
-        Rotary { theta: 30.0, scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }) };
+    let rotary = Rotary {
+        theta: 30.0,
+        scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }),
+        features: None,
+    };
     for (rotary, dropout) in [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn")))] {
         let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12])];
         check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));

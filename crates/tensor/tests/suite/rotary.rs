@@ -6,7 +6,7 @@ use meshwork_tensor::op::{Rotary, RotaryScaling};
 /// f32.
 #[test]
 fn scaled_frequencies_are_the_published_ones() {
-    let rotary = Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
+    let rotary = Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1), features: None };
     let plain = Rotary::new(500_000.0);
     let [long, short] = [2048.0, 8192.0];
     for pair in 0..64 {

@@ -38,13 +38,19 @@ impl Planned {
         let from = config.model.init_from.as_deref().map(Path::new);
         let pretrained = from.map(Pretrained::open).transpose()?;
         let export = Export {
-            from: pretrained.map(|pretrained| pretrained.settings().clone()),
+            from: pretrained.map(|pretrained| pretrained.settings().clone()).or_else(|| described(config)),
             ends_of_text: end_of_text(config, data).into_iter().collect(),
             files: tokenizer(config, data, from)?,
             ..bare(config)
         };
         Ok(Some(Self { export, out: out.into() }))
     }
+}
+
+/// The settings of a model that is described by its `config.json`.
+fn described(config: &Config) -> Option<huggingface::Settings> {
+    let of = serde_json::from_str(config.model.config.as_deref()?).ok()?;
+    Some(huggingface::Settings { config: of, generation: None })
 }
 
 /// The export by the configuration alone.

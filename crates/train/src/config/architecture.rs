@@ -1,5 +1,6 @@
 //! Checks across the keys of `[model]`, by the kind of model.
 
+use super::Config;
 use super::batch::multiple;
 use super::fault::Fault;
 use super::sections::Model;
@@ -11,12 +12,18 @@ const HIDDEN: &str = "model.hidden_size";
 const HEADS: &str = "model.num_heads";
 const KV_HEADS: &str = "model.num_kv_heads";
 
-/// Adds the faults of sizes that no model of this kind can have, or that cannot be split over `tp`, to `settings`.
-pub(crate) fn check(model: &Model, tp: usize, settings: &mut Settings) {
+/// Adds the faults of sizes that no model of this kind can have, or that cannot be split over tp, to `settings`.
+pub(crate) fn check(config: &Config, settings: &mut Settings) {
+    let (model, decoder) = (&config.model, config.decoder());
     match model.kind {
         ModelKind::Gpt2 => check_gpt2(model, settings),
-        ModelKind::Llama => check_llama(model, tp, settings),
+        ModelKind::Llama => check_llama(model, decoder.head_dim, config.parallelism.tp, settings),
     }
+    let (key, chunk) = ("memory.loss_chunk", config.memory.loss_chunk);
+    settings.require(&[key, "model.config"], chunk == 0 || decoder.logit_cap.is_none(), || {
+        let problem = "the logits of this model are capped, and a loss of some tokens at a time takes them as they are";
+        Fault::new(key, chunk, problem, "use 0")
+    });
     if let Some((problem, valid)) = frozen_fault(model, settings) {
         settings.faults.push(Fault::new("model.freeze", &model.freeze, problem, valid));
     }
@@ -56,12 +63,12 @@ fn check_gpt2(model: &Model, settings: &mut Settings) {
     });
 }
 
-fn check_llama(model: &Model, tp: usize, settings: &mut Settings) {
+fn check_llama(model: &Model, head_dim: Option<usize>, tp: usize, settings: &mut Settings) {
     let (hidden, heads, kv_heads) = (model.hidden_size, model.num_heads, model.num_kv_heads);
     // Checked elsewhere where it is no whole number.
-    let width = hidden.is_multiple_of(heads).then_some(hidden / heads);
+    let width = head_dim.or(hidden.is_multiple_of(heads).then_some(hidden / heads));
     settings.require(&["model.kind", HIDDEN, HEADS], width.is_none_or(|width| width.is_multiple_of(2)), || {
-        let width = hidden / heads;
+        let width = head_dim.unwrap_or(hidden / heads);
         let problem = format!("gives each of {HEADS} = {heads} a width of {width}: rotary embeddings need an even one");
         Fault::new(HIDDEN, hidden, problem, multiple(hidden, heads.saturating_mul(2)))
     });
@@ -76,7 +83,7 @@ fn check_llama(model: &Model, tp: usize, settings: &mut Settings) {
     settings.require(&keys, width.is_none_or(|width| width.is_multiple_of(sharing)), || {
         let problem = format!(
             "makes {sharing} ranks of parallelism.tp = {tp} share each key and value head, whose width of {} they cannot split evenly",
-            hidden / heads
+            head_dim.unwrap_or(hidden / heads)
         );
         let valid = format!("use more {KV_HEADS}, or heads whose width is a multiple of {sharing}");
         Fault::new(KV_HEADS, kv_heads, problem, valid)

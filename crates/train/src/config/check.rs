@@ -13,7 +13,7 @@ use super::{Config, architecture, context, partition, permit};
 /// Adds the faults across keys to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     divisions(config, settings);
-    architecture::check(&config.model, config.parallelism.tp, settings);
+    architecture::check(config, settings);
     context::check(config, settings);
     check_ranks(config, settings);
     if config.names_asynchronous() {
@@ -36,12 +36,12 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
 /// Sizes that must be multiples of others.
 fn divisions(config: &Config, settings: &mut Settings) {
     let (model, mesh) = (&config.model, &config.parallelism);
-    let is_llama = model.kind == ModelKind::Llama;
+    let (is_llama, of_width) = (model.kind == ModelKind::Llama, config.decoder().head_dim.is_none());
     let split = mesh.sequence_parallel && mesh.tp > 1;
     let canonical = config.reduction_blocks().is_some(); // fast numerics pad the last ranks
     // (key, value, must be a multiple of this key, its value, whether it must, the reason if it need not always)
     let divisions = [
-        ("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads, true, ""),
+        ("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads, of_width, ""),
         ("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads, is_llama, ""),
         ("model.hidden_size", model.hidden_size, "parallelism.tp", mesh.tp, true, ""),
         ("model.num_heads", model.num_heads, "parallelism.tp", mesh.tp, true, ""),

@@ -23,6 +23,7 @@ conditions! {
     // The model.
     GPT2: "model.kind = gpt2", ["model.kind"], |c| c.model.kind == ModelKind::Gpt2;
     LLAMA: "model.kind = llama", ["model.kind"], |c| c.model.kind == ModelKind::Llama;
+    KEYS: "model.config unset", ["model.config"], |c| c.model.config.is_none();
     SCALED: "model.rope_scaling_factor above 1", ["model.rope_scaling_factor"], |c| c.model.rope_scaling_factor != 1.0;
     EXPERTS: "moe.num_experts above 0", ["moe.num_experts"], |c| c.moe.num_experts > 0;
     CAPACITY: "moe.capacity_factor above 0", ["moe.capacity_factor"], |c| c.moe.capacity_factor > 0.0;

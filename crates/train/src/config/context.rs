@@ -25,7 +25,7 @@ impl Config {
             cp: mesh.cp.max(1),
             heads,
             kv_heads: if kv_heads.is_multiple_of(mesh.tp.max(1)) { kv_heads / mesh.tp.max(1) } else { kv_heads },
-            head_dim: model.hidden_size / model.num_heads.max(1),
+            head_dim: self.decoder().head_features(),
             bytes: if self.training.dtype == Dtype::F32 { 4 } else { 2 },
             window: Some(model.sliding_window).filter(|&window| window > 0),
             zigzag: mesh.context_parallel_order != ContextOrder::Contiguous

@@ -83,6 +83,11 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     });
     let Some(folder) = &config.checkpoint.export else { return };
     let problem = match (config.model.kind, not_of_mixtral(&experts)) {
+        (_, others) if config.described().is_some() => {
+            let capacity = others.into_iter().find(|other| other.starts_with("a capacity"));
+            let Some(capacity) = capacity else { return };
+            format!("a {:?} has no {}", config.architecture().family, capacity.trim_start_matches("a "))
+        }
         (ModelKind::Gpt2, _) => "a GPT2LMHeadModel has no experts".to_owned(),
         (ModelKind::Llama, others) if others.is_empty() => return,
         (ModelKind::Llama, others) => {

@@ -8,10 +8,10 @@ use meshwork_core::comm::thread::Options;
 use meshwork_core::{Mesh, MeshError, World};
 use meshwork_engine::offload::{Backing, Folder, Offload};
 use meshwork_engine::{Numerics, Plan, Samples, ScheduleSpec, Zero, ZeroStage};
+use meshwork_models::decoder::{DecoderConfig, DecoderModel};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
-use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::families::{GPT2, LLAMA};
 use meshwork_models::language::{Boundary, Frozen};
-use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model as AnyModel;
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
@@ -39,18 +39,9 @@ impl Config {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
         let (frozen, context) = (self.model.frozen(), self.context());
         let block = self.memory.sequence_block;
-        match self.model.kind {
-            ModelKind::Gpt2 => {
-                let model =
-                    Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
-            }
-            ModelKind::Llama => {
-                let model =
-                    Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
-            }
-        }
+        let model =
+            DecoderModel::new(self.decoder()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
+        Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
     }
 
     /// How cp cuts the sequences of the model, if it does.
@@ -119,34 +110,10 @@ impl Config {
         })
     }
 
-    pub(super) fn gpt2(&self) -> Gpt2Config {
-        let &Model { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, .. } = &self.model;
-        Gpt2Config {
-            vocab_size,
-            num_layers,
-            hidden_size,
-            num_heads,
-            ffn_hidden_size,
-            seq_len,
-            sliding_window: self.sliding_window(),
-            tie_embeddings: self.model.tie_embeddings,
-            dropout: self.model.dropout as f32,
-        }
-    }
-
-    fn sliding_window(&self) -> Option<usize> {
-        Some(self.model.sliding_window).filter(|&window| window > 0)
-    }
-
-    pub(super) fn llama(&self) -> LlamaConfig {
+    /// The sizes of the model, and the fields of its family.
+    fn sized(&self, family: DecoderConfig) -> DecoderConfig {
         let model = &self.model;
-        let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling {
-            factor: model.rope_scaling_factor,
-            low_frequency_factor: model.rope_scaling_low_freq_factor,
-            high_frequency_factor: model.rope_scaling_high_freq_factor,
-            original_positions: model.rope_scaling_original_seq_len,
-        });
-        LlamaConfig {
+        DecoderConfig {
             vocab_size: model.vocab_size,
             num_layers: model.num_layers,
             hidden_size: model.hidden_size,
@@ -154,11 +121,31 @@ impl Config {
             num_kv_heads: model.num_kv_heads,
             ffn_hidden_size: model.ffn_hidden_size,
             seq_len: model.seq_len,
-            sliding_window: self.sliding_window(),
-            rotary: Rotary { theta: model.rope_theta, scaling },
-            norm_eps: model.norm_eps,
+            sliding_window: Some(model.sliding_window).filter(|&window| window > 0),
             tie_embeddings: model.tie_embeddings,
+            ..family
         }
+    }
+
+    /// The decoder of the model.
+    pub fn decoder(&self) -> DecoderConfig {
+        match (self.model.kind, self.described()) {
+            (_, Some(of)) => self.sized(of.decoder),
+            (ModelKind::Gpt2, None) => DecoderConfig { dropout: self.model.dropout as f32, ..self.sized(GPT2) },
+            (ModelKind::Llama, None) => self.llama(),
+        }
+    }
+
+    fn llama(&self) -> DecoderConfig {
+        let model = &self.model;
+        let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling {
+            factor: model.rope_scaling_factor,
+            low_frequency_factor: model.rope_scaling_low_freq_factor,
+            high_frequency_factor: model.rope_scaling_high_freq_factor,
+            original_positions: model.rope_scaling_original_seq_len,
+        });
+        let rotary = Some(Rotary { scaling, ..Rotary::new(model.rope_theta) });
+        DecoderConfig { rotary, norm_eps: model.norm_eps, ..self.sized(LLAMA) }
     }
 
     /// How the model is trained.

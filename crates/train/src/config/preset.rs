@@ -62,7 +62,8 @@ const fn large(name: &'static str, sizes: Sizes, own: Llama) -> Preset {
 /// One of the Llama presets of `meshwork_models`.
 const fn llama(at: usize) -> Preset {
     let (name, of) = llama::PRESETS[at];
-    let own = Llama { num_kv_heads: of.num_kv_heads, ffn_hidden_size: of.ffn_hidden_size, rope_theta: of.rotary.theta };
+    let rope_theta = if let Some(rotary) = of.rotary { rotary.theta } else { ROPE_THETA };
+    let own = Llama { num_kv_heads: of.num_kv_heads, ffn_hidden_size: of.ffn_hidden_size, rope_theta };
     large(name, [of.vocab_size, of.num_layers, of.hidden_size, of.num_heads, of.seq_len], own)
 }
 

@@ -87,24 +87,27 @@ sections! {
         /// Probability of dropping an activation, in gpt2.
         dropout: f64 = float(0.0), Number(BelowOne), Numbers, if GPT2;
         /// Added to the variance, in the norms of llama.
-        norm_eps: f64 = float(1e-5), Number(Positive), Model, if LLAMA;
+        norm_eps: f64 = float(1e-5), Number(Positive), Model, if LLAMA && KEYS;
         /// Base of the rotary embedding's frequencies, in llama.
-        rope_theta: f64 = Derived("by preset, else 10000"), Number(Positive), Model, if LLAMA;
+        rope_theta: f64 = Derived("by preset, else 10000"), Number(Positive), Model, if LLAMA && KEYS;
         /// Llama 3.1's scaling of rotary frequencies for longer sequences: the low ones are divided by this; 1 = off.
-        rope_scaling_factor: f64 = float(1.0), Number(FromOne), Model, if LLAMA;
+        rope_scaling_factor: f64 = float(1.0), Number(FromOne), Model, if LLAMA && KEYS;
         /// Wavelengths above rope_scaling_original_seq_len divided by this are scaled in full.
-        rope_scaling_low_freq_factor: f64 = float(1.0), Number(Positive), Model, if LLAMA && SCALED;
+        rope_scaling_low_freq_factor: f64 = float(1.0), Number(Positive), Model, if LLAMA && KEYS && SCALED;
         /// Wavelengths below rope_scaling_original_seq_len divided by this are not scaled; those in between are scaled
         /// in part.
-        rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive), Model, if LLAMA && SCALED;
+        rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive), Model, if LLAMA && KEYS && SCALED;
         /// Sequence length before scaling.
-        rope_scaling_original_seq_len: usize = int(8192), Count(1), Model, if LLAMA && SCALED;
+        rope_scaling_original_seq_len: usize = int(8192), Count(1), Model, if LLAMA && KEYS && SCALED;
         /// Parts of the model that are not trained: words with commas, of embedding, layers.N, layers.A-B (blocks from
         /// 0 on), norm (that in front of the head) and head. They have no gradients and no optimizer states. With tied
         /// embeddings, embedding includes the head.
         freeze: String = is(""), Text, Numbers;
-        /// A Hugging Face folder (config.json, model.safetensors) of a GPT-2 or Llama to start from: sizes and weights.
+        /// A Hugging Face folder (config.json, model.safetensors) of a decoder to start from: sizes and weights.
         init_from: Option<String> = Unset, Text, Model;
+        /// A config.json of Hugging Face, its path or its text, of another family than GPT-2 and Llama: sizes and
+        /// layers of a model to train from scratch. init_from sets it where its folder has such a model.
+        config: Option<String> = Unset, Text, Model;
     }
 
     /// Degrees of the axes of the mesh, with the mesh string merged in.

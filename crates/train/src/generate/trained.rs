@@ -80,7 +80,7 @@ impl Trained {
             let pretrained = Pretrained::open(folder);
             let pretrained = pretrained.map_err(|error| refuse(&error.to_string(), "give a folder with a model"))?;
             set("model.init_from".to_owned(), folder.display().to_string());
-            let features = pretrained.architecture().hidden_size();
+            let features = pretrained.architecture().decoder.hidden_size;
             (Weights::HuggingFace(Box::new(pretrained)), None, features)
         } else {
             let checkpoint = newest(folder).map_err(one)?;

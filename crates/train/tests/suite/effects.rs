@@ -184,6 +184,7 @@ const VALUES: &[(&str, &str, &str)] = &[
 
 /// Keys without a value above, and why.
 const WITHOUT: &[(&str, &str)] = &[
+    ("model.config", "a file, from which a run takes the layers of its model: huggingface.rs"),
     ("model.init_from", "a folder, from which the first part takes its weights: huggingface.rs"),
     ("data.format", "how a file is read, which the hash of the data tells: data.rs"),
     ("data.text_key", "how a file is read, which the hash of the data tells: data.rs"),

@@ -43,6 +43,42 @@ fn the_sizes_of_the_folder_are_the_defaults() {
     assert_eq!((gpt2.seq_len, gpt2.tie_embeddings, gpt2.dropout, gpt2.hidden_size), (12, true, 0.25, 16));
 }
 
+/// A file alone gives sizes and layers, which the run keeps as a text; the folder of a family that keys do not describe
+/// gives its own.
+#[test]
+fn a_model_of_another_family_is_described_by_its_config() {
+    let from = folder("gemma3").join("config.json");
+    let scratch = |more: &str| {
+        let text = format!("--set model.config={} {more}", from.display());
+        Config::from_args(&Args::parse(text.split_whitespace())).map_err(|error| error.to_string())
+    };
+    let config = scratch("--set model.seq_len=8").unwrap();
+    let of_folder = parse("gemma3", "--set model.seq_len=8").unwrap();
+    assert_eq!(config.architecture(), of_folder.architecture());
+    let decoder = config.decoder();
+    assert_eq!((decoder.head_features(), decoder.seq_len, decoder.window(0), decoder.window(1)), (8, 8, Some(5), None));
+    let text = config.model.config.clone().unwrap();
+    let again = Config::from_args(&Args::parse(["--set", &format!("model.config={text}"), "--set", "model.seq_len=8"]));
+    assert_eq!(again.unwrap().architecture(), config.architecture());
+    assert_eq!(
+        scratch("--set model.norm_eps=0.1").unwrap().notices,
+        ["model.norm_eps = 0.1 has no effect without model.config unset"]
+    );
+    for (more, told) in [
+        ("--set model.num_layers=3", "model.num_layers = 3: the model in "),
+        ("--set model.config=absent.json", "model.config = absent.json: No such file"),
+        ("--set model.config={}", "it has neither architectures nor model_type"),
+    ] {
+        let refused = scratch(more).unwrap_err();
+        assert!(refused.contains(told), "{refused}");
+    }
+    let chunk = "--set memory.loss_chunk=4";
+    assert!(
+        parse("gemma2", chunk).unwrap_err().contains("logits of this model are capped")
+            && parse("gemma3", chunk).is_ok()
+    );
+}
+
 /// A copy of a folder, with these files beside its model.
 fn with_files(copy: &str, of: &str, files: &[(&str, &str)]) -> PathBuf {
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("tokenizers").join(copy);
@@ -191,7 +227,7 @@ fn wanted(name: &str) -> (Vec<i32>, f64) {
 
 #[test]
 fn the_first_loss_is_that_of_the_folders_model_and_meshes_fine_tune_alike() {
-    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards", "mixtral"] {
+    for name in ["gpt2", "llama_scaled", "llama_tied_f16_shards", "mixtral", "qwen3_moe", "gemma2", "gpt_neox"] {
         let (tokens, loss) = wanted(name);
         let run = |mesh: &str, steps: u64| {
             let more = "--set training.global_batch_size=1 --set training.numerics=canonical --set optimizer.lr=0.01";

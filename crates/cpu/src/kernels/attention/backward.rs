@@ -4,7 +4,7 @@ use super::super::Float;
 use super::ahead::{self, Ahead};
 use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
-use super::rows::VECTOR;
+use super::rows::{VECTOR, cap_scores, cap_slope};
 use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
@@ -54,10 +54,29 @@ pub(super) fn part<T: Tiled>(
         turned(keys, false),
         turned(seq, copied),
         if copied { seq * head_dim } else { 0 },
+        if call.masks.cap.is_some() { tiles.rows * STRIDE } else { 0 },
     ];
     scratch::with(lens, |scratch| {
-        let [kt, vt, ks, qs, gs, p, ds, dq, sums, dots, factors, q_words, g_words, words, k_turned, q_turned, g_copy] =
-            scratch;
+        let [
+            kt,
+            vt,
+            ks,
+            qs,
+            gs,
+            p,
+            ds,
+            dq,
+            sums,
+            dots,
+            factors,
+            q_words,
+            g_words,
+            words,
+            k_turned,
+            q_turned,
+            g_copy,
+            slopes,
+        ] = scratch;
         let in_memory = [q, k, v, out, dout].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
@@ -117,7 +136,15 @@ pub(super) fn part<T: Tiled>(
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
             let lse = &lse[head * call.dims.seq + rows.queries.first..][..seq];
             let values = Rows { lse, dots, dropout: call.head_dropout(place, head) };
-            one_head(call, place, operands, values, [q_sums, k_sums, v_sums], [p, ds, factors, words], &mut ahead);
+            one_head(
+                call,
+                place,
+                operands,
+                values,
+                [q_sums, k_sums, v_sums],
+                [p, ds, factors, slopes, words],
+                &mut ahead,
+            );
             if !in_place {
                 copy(dq, &mut gradient, head_dim);
             }
@@ -210,7 +237,7 @@ fn one_head<T: Tiled>(
     Operands { q, g, kt, vt, ks, qs, gs }: Operands<'_, T>,
     Rows { lse, dots, dropout }: Rows<'_, T>,
     [mut q_sums, mut k_sums, mut v_sums]: [RowsMut<'_, T>; 3],
-    [p, ds, factors, words]: [&mut [T]; 4],
+    [p, ds, factors, slopes, words]: [&mut [T]; 5],
     ahead: &mut Ahead<'_, T>,
 ) {
     let (tiles, scale, Dims { keys: in_sample, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
@@ -244,6 +271,13 @@ fn one_head<T: Tiled>(
                     &factors[..height * STRIDE]
                 });
                 factors.into_iter().for_each(|factors| multiply(ds, factors, STRIDE, live.len()));
+                if let Some(cap) = call.masks.cap.map(T::from_f64) {
+                    for (p, slopes) in p.chunks_exact_mut(STRIDE).zip(slopes.chunks_exact_mut(STRIDE)) {
+                        let (p, slopes) = (&mut p[..live.len()], &mut slopes[..live.len()]);
+                        cap_scores(scale, cap, p);
+                        slopes.iter_mut().zip(p).for_each(|(slope, s)| *slope = cap_slope(scale, cap, *s));
+                    }
+                }
                 wide(
                     #[inline(always)]
                     || {
@@ -256,6 +290,9 @@ fn one_head<T: Tiled>(
                     },
                 );
                 factors.into_iter().for_each(|factors| multiply(p, factors, STRIDE, live.len()));
+                if call.masks.cap.is_some() {
+                    multiply(ds, slopes, STRIDE, live.len());
+                }
                 let first_block = keys.start == 0 && window.is_none();
                 let update = if first_block { Update::Overwrite } else { Update::Accumulate };
                 let ds = tiles.left([height, live.len()], (ds, (STRIDE, 1)), words);

@@ -4,7 +4,7 @@ use super::ahead::{self, Ahead};
 use super::documents::Document;
 use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
-use super::rows::{SeenRows, VECTOR, softmax, softmax_row};
+use super::rows::{SeenRows, VECTOR, cap_scores, softmax, softmax_row};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
 use super::{FORWARD_KEYS, aligned, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
@@ -100,6 +100,9 @@ fn many<T: Tiled>(
                 let live = rows.seen_by(queries.end) - from;
                 let scores = &mut scores[..live * width];
                 products(tiles, (ks, rows, from), qt, queries.clone(), RowsMut::new(scores, width), &mut ahead);
+                if let Some(cap) = call.masks.cap {
+                    cap_scores(call.scale(), T::from_f64(cap), scores);
+                }
                 let mut inverses = [T::ZERO; MAX_WIDTH];
                 for strip in (0..queries.len()).step_by(VECTOR) {
                     let first = queries.start + strip;
@@ -200,6 +203,9 @@ fn few<T: Tiled>(
             }
             for head in 0..size {
                 let scores = &mut scores[head * keys..][from..live];
+                if let Some(cap) = call.masks.cap {
+                    cap_scores(call.scale(), T::from_f64(cap), scores);
+                }
                 let [sum, inverse] = softmax_row(call.scale(), scores, hidden - from, from % FORWARD_KEYS);
                 (lse[head * call.dims.seq + rows.queries.first + i], inverses[head]) = (sum, inverse);
                 if let Some((mask, start)) = call.head_dropout(place, head) {

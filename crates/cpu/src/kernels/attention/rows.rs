@@ -27,6 +27,22 @@ pub(super) struct SeenRows {
     pub(super) skipped: usize,
 }
 
+/// The products of queries and keys whose scores, they times `scale`, are capped: `cap/scale · tanh(s scale/cap)`.
+pub(super) fn cap_scores<T: Float>(scale: T, cap: T, products: &mut [T]) {
+    let (by, back) = (scale / cap, cap / scale);
+    wide(
+        #[inline(always)]
+        || products.iter_mut().for_each(|s| *s = back * (*s * by).tanh()),
+    );
+}
+
+/// The derivative of a capped product by the product that it was.
+#[inline(always)]
+pub(super) fn cap_slope<T: Float>(scale: T, cap: T, capped: T) -> T {
+    let tanh = capped * (scale / cap);
+    T::ONE - tanh * tanh
+}
+
 /// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides
 /// them. Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`].
 pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, seen: SeenRows) -> [[T; VECTOR]; 2] {

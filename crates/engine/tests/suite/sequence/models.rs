@@ -12,7 +12,7 @@ use meshwork_engine::{
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary, POSITIONS};
-use meshwork_models::llama::{Llama, LlamaConfig};
+use meshwork_models::llama::{LLAMA, Llama, LlamaConfig};
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Rule, Sgd};
 use meshwork_tensor::op::{Order, Rotary};
@@ -75,6 +75,7 @@ impl Case {
                 seq_len,
                 tie_embeddings: tied,
                 dropout,
+                ..Gpt2Config::default()
             };
             let gpt2 = Gpt2::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
             return Arc::new(gpt2.sequence_block(sequence_block).context_parallel(context));
@@ -88,9 +89,10 @@ impl Case {
             num_kv_heads: kv_heads,
             ffn_hidden_size,
             seq_len,
-            rotary: Rotary::new(20.0),
+            rotary: Some(Rotary::new(20.0)),
             norm_eps: 1e-5,
             tie_embeddings: false,
+            ..LLAMA
         };
         let llama = Llama::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
         Arc::new(llama.sequence_block(sequence_block).context_parallel(context))

@@ -52,6 +52,18 @@ const PRETRAINED: [(&str, &[(&str, &str)]); 2] = [
     ),
 ];
 
+/// Other families in such folders, with the sizes of `llama_scaled`, and whether their embeddings are tied.
+const FAMILIES: &[(&str, bool)] = &[
+    ("mistral", false),
+    ("qwen2", true),
+    ("qwen3", false),
+    ("gemma", true),
+    ("gemma3", true),
+    ("olmo2", false),
+    ("phi3", false),
+    ("gpt_neox", false),
+];
+
 /// A configuration: what is given, by key.
 #[derive(Clone, Debug, Default)]
 pub struct Case {
@@ -195,6 +207,18 @@ impl Case {
         if frame.pretrained.is_none() && rarely(&mut own, 3) {
             let window = own.pick(&["0", "1", "3", "7", "100"]);
             case.keys.insert("model.sliding_window".to_owned(), window.to_owned());
+        }
+        // Another family of the same sizes.
+        if frame.pretrained == Some(1) && !rarely(&mut own, 4) {
+            let (name, tied) = own.pick(FAMILIES);
+            case.keys.retain(|key, _| {
+                !(key.starts_with("model.rope_") || name == "gpt_neox" && key == "model.num_kv_heads")
+            });
+            let folder = of_crate(&format!("../models/tests/fixtures/huggingface/{name}"));
+            let of = [("model.init_from", folder), ("model.tie_embeddings", tied.to_string())];
+            case.keys.extend(of.map(|(key, value)| (key.to_owned(), value)));
+        } else if frame.pretrained.is_none() && rarely(&mut own, 200) {
+            case.keys.insert("model.config".to_owned(), path("texts"));
         }
         // Experts on a part of the ranks of cp.
         if frame.experts > 0 && frame.dp * frame.tp * frame.pp <= 2 && rarely(&mut own, 2) {
@@ -386,6 +410,7 @@ impl Frame {
             }
             "model.kind" => some(&if self.llama { "llama" } else { "gpt2" }).filter(|_| self.llama || !rarely(rng, 3)),
             "model.init_from" => rarely(rng, 200).then(|| path("texts")),
+            "model.config" => None, // drawn at the end
             "model.vocab_size" => match self.data {
                 Data::Bin | Data::Indexed => some(&rng.pick(&[IDS, 64, 100])),
                 _ if rarely(rng, 40) => some(&200),

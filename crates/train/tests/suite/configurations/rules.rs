@@ -78,7 +78,8 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     // 4 times the width; llama: 8/3 of it, in steps of 256. The widths here are no preset's.
     let ffn = if llama { (hidden * 8 / 3).next_multiple_of(256) } else { 4 * hidden };
     let ffn = count(case, "model.ffn_hidden_size", ffn);
-    rule(case.get("model.init_from").is_some_and(|folder| folder.ends_with("texts")), "no model in the folder");
+    let no_model = |key| case.get(key).is_some_and(|path| path.ends_with("texts"));
+    rule(no_model("model.init_from") || no_model("model.config"), "no model in the folder");
     rule(matches!(case.get("model.freeze"), Some("layer.0" | "layers.99")), "no such part to freeze");
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");

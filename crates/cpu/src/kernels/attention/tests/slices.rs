@@ -83,7 +83,7 @@ proptest! {
         let tiles = f32::tiles(precision);
         let positions: Vec<i32> = (0..batch * keys).map(|at| (at % keys % (keys / 2 + 1)) as i32).collect();
         let packing = packed.map(|apart| Packing::new(&positions, [batch, keys], apart).unwrap());
-        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), window, runs: None };
+        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), window, ..Masks::default() };
         let together = Masks { runs: Some(&runs), ..masks };
         let [out, lse] = case.run_with(tiles, &q, &kv, together);
         let [dq, dkv] = case.backward_with(tiles, &q, &kv, &dout, together);
@@ -123,7 +123,7 @@ proptest! {
             let positions: Vec<i32> = (0..batch * seq).map(|at| (at % seq % every) as i32).collect();
             Packing::new(&positions, [batch, seq], apart).unwrap()
         });
-        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), window, runs: None };
+        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), window, ..Masks::default() };
         let [want, want_lse] = case.run_with(tiles, &q, &kv, masks);
         let [want_dq, want_dkv] = case.backward_with(tiles, &q, &kv, &dout, masks);
         let of = |x: &[f64], tokens: &Range<usize>| rows(x, [batch, seq], tokens);
