@@ -62,6 +62,12 @@ pub enum MpiError {
         /// How long it waited.
         seconds: u64,
     },
+    /// It was asked to stop before all processes had joined.
+    #[error("asked to stop while {library} waited for the other processes")]
+    Stopped {
+        /// The library.
+        library: String,
+    },
     /// The thread that talks to MPI did not start.
     #[error("the thread for MPI did not start: {0}")]
     Thread(String),

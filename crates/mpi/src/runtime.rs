@@ -91,18 +91,30 @@ struct Started {
 /// How many timeouts the start of all processes may take: a large program comes late to some hosts.
 const STARTS: u32 = 5;
 
+/// How often a process that waits for others sees whether it shall stop.
+const LOOK: Duration = Duration::from_millis(50);
+
 impl Runtime {
     /// Initialises MPI in this process.
     ///
     /// # Errors
     /// A library that fails, or is in use already, or does not let several threads call it; processes that do not come.
     pub fn start(library: Library, options: Options) -> Result<Runtime, MpiError> {
+        Runtime::start_unless(library, options, &AtomicBool::new(false))
+    }
+
+    /// The same, and waits for other processes only until `stop` is set: a program that handles signals sets it when
+    /// its launcher asks it to end.
+    ///
+    /// # Errors
+    /// As of [`start`](Runtime::start), and [`MpiError::Stopped`].
+    pub fn start_unless(library: Library, options: Options, stop: &AtomicBool) -> Result<Runtime, MpiError> {
         let ranks_per_process = options.ranks_per_process;
         if ranks_per_process == 0 {
             return Err(MpiError::RanksPerProcess(0));
         }
         let name = library.to_string();
-        Runtime::begin(name, options, move || {
+        Runtime::begin((name, stop), options, move || {
             let wire = Wire::new(library)?;
             let description = format!("MPI: {}, {}", wire.library(), wire.level());
             let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
@@ -113,14 +125,14 @@ impl Runtime {
     /// The same for ranks of one process, without MPI: for tests of all that does not depend on it.
     pub fn of_one_process(options: Options) -> Result<Runtime, MpiError> {
         let ranks_per_process = options.ranks_per_process;
-        Runtime::begin("one process".to_owned(), options, move || {
+        Runtime::begin(("one process".to_owned(), &AtomicBool::new(false)), options, move || {
             let layout = Layout { process: 0, processes: 1, ranks_per_process };
             Ok(Started { port: Arc::new(Port::new(layout, None)), description: "one process".to_owned() })
         })
     }
 
     fn begin(
-        library: String,
+        (library, stop): (String, &AtomicBool),
         options: Options,
         start: impl FnOnce() -> Result<Started, MpiError> + Send + 'static,
     ) -> Result<Runtime, MpiError> {
@@ -138,12 +150,21 @@ impl Runtime {
         };
         let started = thread::Builder::new().name("mpi".to_owned()).spawn(run);
         let thread = started.map_err(|error| MpiError::Thread(error.to_string()))?;
-        let longest = options.timeout.saturating_mul(STARTS);
-        let Started { port, description } = told.recv_timeout(longest).unwrap_or_else(|error| match error {
-            // The library may never return.
-            mpsc::RecvTimeoutError::Timeout => Err(MpiError::Alone { library, seconds: longest.as_secs() }),
-            mpsc::RecvTimeoutError::Disconnected => Err(MpiError::Thread("it panicked".to_owned())),
-        })?;
+        let (longest, begun) = (options.timeout.saturating_mul(STARTS), Instant::now());
+        let Started { port, description } = loop {
+            match told.recv_timeout(LOOK.min(longest)) {
+                Ok(started) => break started?,
+                // The library may never return.
+                Err(mpsc::RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => {
+                    return Err(MpiError::Stopped { library });
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) if begun.elapsed() < longest => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    return Err(MpiError::Alone { library, seconds: longest.as_secs() });
+                }
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(MpiError::Thread("it panicked".to_owned())),
+            }
+        };
         let life = Arc::new(Life::new(over, thread));
         let Layout { processes, ranks_per_process, .. } = port.layout;
         let ranks = processes * ranks_per_process;

@@ -8,6 +8,7 @@ mod launch;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, exit, id};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -162,28 +163,36 @@ fn survivors_go_on_in_place_under_ulfm() {
     }
 }
 
-/// One of two processes never calls MPI, as one that has loaded another library.
+/// One of three processes never calls MPI, as one that has loaded another library. Of the others one is asked to stop.
 #[test]
 fn a_process_that_never_joins_is_told_to_the_others() {
     if let Some(mpi) = here() {
-        let is_second =
-            ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().any(|name| std::env::var(name).as_deref() == Ok("1"));
-        if is_second {
+        let number = ["PMI_RANK", "OMPI_COMM_WORLD_RANK"].iter().find_map(|name| std::env::var(name).ok()).unwrap();
+        if number == "1" {
             std::thread::sleep(TIMEOUT);
             exit(1);
         }
         let library = Library::open(&mpi.file).unwrap_or_else(|error| panic!("{error}"));
         let options = Options { timeout: TIMEOUT / 15, ..Options::default() };
-        let error = Runtime::start(library, options).unwrap_err().to_string();
-        assert!(error.contains("has waited for the other processes for 1 s: one of them has ended, hangs"), "{error}");
-        println!("told");
+        let asked = AtomicBool::new(number == "2");
+        let error = Runtime::start_unless(library, options, &asked).unwrap_err().to_string();
+        let expected = match &*number {
+            "2" => "asked to stop while ",
+            _ => "has waited for the other processes for 1 s: one of them has ended, hangs",
+        };
+        assert!(error.contains(expected), "{error}");
+        println!("told {number}");
+        if number == "2" {
+            std::thread::sleep(TIMEOUT); // the first to end ends the others
+        }
         exit(1);
     }
     let _alone = one_job();
     for mpi in Mpi::installed().into_iter().filter(|mpi| !mpi.file.ends_with(STANDARD)) {
         let output =
-            mpi.command("a_process_that_never_joins_is_told_to_the_others", 2, &[]).output().expect("mpirun starts");
-        assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
+            mpi.command("a_process_that_never_joins_is_told_to_the_others", 3, &[]).output().expect("mpirun starts");
+        let text = text(&output);
+        assert!(text.contains("told 0\n") && text.contains("told 2\n"), "{}: {text}", mpi.file.display());
     }
 }
 

@@ -54,7 +54,7 @@ pub struct Outcome {
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
     let peers = Peers::default();
-    Joined::from_config(config)?.run(config, &peers, |world, told, config| {
+    Joined::from_config(config, stop)?.run(config, &peers, |world, told, config| {
         let devices = world.prepare(|| Devices::open(config))?;
         train_by(world, (told, Some(&peers)), &devices, config, data, metrics, stop)
     })

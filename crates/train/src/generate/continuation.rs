@@ -52,7 +52,7 @@ pub fn continue_text(
 ) -> Result<Continued, RunError> {
     let each = Mutex::new(each);
     let shown = |token| each.lock().unwrap_or_else(PoisonError::into_inner)(token);
-    Joined::from_config(&trained.config)?.run(&trained.config, &Peers::default(), |world, _, _| {
+    Joined::from_config(&trained.config, asked)?.run(&trained.config, &Peers::default(), |world, _, _| {
         continue_text_in(world, trained, prompt, tokens, sampling, asked, shown)
     })
 }

@@ -12,6 +12,7 @@ use meshwork_core::{Axis, Mesh, RankEnd, RunError, World};
 use meshwork_mpi::{Library, MpiError, Options, Runtime};
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 /// The processes in the order of the ranks that they were launched for. A process joins once.
@@ -40,12 +41,13 @@ impl Joined {
     /// Threads of this process, or the processes that were launched, joined by MPI.
     ///
     /// # Errors
-    /// No library, one that fails, or processes that met as another number than were launched.
-    pub fn from_config(config: &Config) -> Result<Self, RunError> {
+    /// No library, one that fails, processes that met as another number than were launched, or `stop` before all are
+    /// there.
+    pub fn from_config(config: &Config, stop: &AtomicBool) -> Result<Self, RunError> {
         let Some(launch) = &config.comm.launch else {
             return Ok(Self { world: Some(config.world()), all: None, runtime: None, told: Vec::new() });
         };
-        let runtime = Self::runtime(config, launch).map_err(|error| {
+        let runtime = Self::runtime(config, launch, stop).map_err(|error| {
             // Of this process alone: what became of the others is not known.
             let rank = launch.rank * config.comm.ranks_per_process;
             let cause = format!("{} cannot join the others: {error}", launch.place());
@@ -58,12 +60,12 @@ impl Joined {
         Ok(Self::over(config, runtime, told))
     }
 
-    fn runtime(config: &Config, launch: &Launch) -> Result<Runtime, RankError> {
+    fn runtime(config: &Config, launch: &Launch, stop: &AtomicBool) -> Result<Runtime, RankError> {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         let host = hash(gethostname::gethostname().as_encoded_bytes());
         let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process, host };
-        meet(launch, library, options)
+        meet(launch, library, options, stop)
     }
 
     /// The worlds over the processes that are there: all make them in this order.
@@ -220,9 +222,9 @@ fn as_launched(error: RunError, there: &[usize], each: usize) -> RunError {
     RunError { rank: place(rank), cause, fault, ends }
 }
 
-fn meet(launch: &Launch, library: Library, options: Options) -> Result<Runtime, RankError> {
+fn meet(launch: &Launch, library: Library, options: Options, stop: &AtomicBool) -> Result<Runtime, RankError> {
     let name = library.to_string();
-    let runtime = Runtime::start(library, options)?;
+    let runtime = Runtime::start_unless(library, options, stop)?;
     launch.require_met(runtime.processes(), &name)?;
     Ok(runtime)
 }
@@ -244,7 +246,8 @@ pub fn world(mesh: &Mesh) -> Result<World, RankError> {
         size => size.map_or(1, |processes| ranks / processes),
     };
     let host = hash(gethostname::gethostname().as_encoded_bytes());
-    let runtime = meet(&launch, library, Options { ranks_per_process, host, ..Options::default() })?;
+    let options = Options { ranks_per_process, host, ..Options::default() };
+    let runtime = meet(&launch, library, options, &AtomicBool::new(false))?;
     runtime.arrange(mesh.degree(Axis::Tp));
     Ok(runtime.world())
 }
