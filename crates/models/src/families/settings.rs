@@ -4,6 +4,7 @@ use crate::decoder_config::{DecoderConfig, Layers};
 use crate::experts::{ExpertsConfig, MoeConfig};
 use meshwork_tensor::op::{MlpKind, Rotary, RotaryScaling};
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Reads settings, and collects what is wrong with them.
@@ -14,15 +15,24 @@ pub(crate) struct Settings<'a> {
     defaults: BTreeMap<&'static str, Value>,
     /// The keys that were read, which are no longer held to one value.
     pub(crate) taken: BTreeSet<String>,
+    /// The keys whose values were asked for.
+    pub(crate) asked: RefCell<BTreeSet<String>>,
     pub(crate) problems: Vec<String>,
 }
 
 impl<'a> Settings<'a> {
     pub(crate) fn new(values: &'a Map<String, Value>) -> Self {
-        Self { values, defaults: BTreeMap::new(), taken: BTreeSet::new(), problems: Vec::new() }
+        Self {
+            values,
+            defaults: BTreeMap::new(),
+            taken: BTreeSet::new(),
+            asked: RefCell::default(),
+            problems: Vec::new(),
+        }
     }
 
     pub(crate) fn value(&self, key: &str) -> Option<&Value> {
+        self.asked.borrow_mut().insert(key.to_owned());
         self.values.get(key).or_else(|| self.defaults.get(key)).filter(|value| !value.is_null())
     }
 

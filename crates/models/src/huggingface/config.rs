@@ -5,6 +5,7 @@ use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use crate::families::{FAMILIES, Family, Settings};
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 
 /// `eos_token_id`: one token, or several. None where it is not given.
 pub(super) fn ends_of_text(settings: &Map<String, Value>) -> Vec<u32> {
@@ -115,8 +116,18 @@ pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
 
 /// The keys of a family that is not supported which no supported one reads: what sets it apart.
 fn strange(values: &Map<String, Value>) -> String {
+    let read_by = |family: &&Family| {
+        let mut settings = Settings::new(values);
+        (family.read)(&mut settings);
+        settings.asked.into_inner()
+    };
+    let read: BTreeSet<String> = FAMILIES.iter().flat_map(read_by).collect();
     let known = |key: &&String| {
-        COMMON.contains(&&***key) || neutral().iter().any(|(neutral, _)| neutral == key) || key.ends_with("token_id")
+        read.contains(*key)
+            || COMMON.contains(&&***key)
+            || neutral().iter().any(|(neutral, _)| neutral == key)
+            || key.ends_with("token_id")
+            || key.starts_with("summary_")
     };
     let others: Vec<&str> = values.keys().filter(|key| !known(key)).map(String::as_str).collect();
     if others.is_empty() {
@@ -126,45 +137,26 @@ fn strange(values: &Map<String, Value>) -> String {
     }
 }
 
-/// Keys that supported families have, or that change nothing.
-const COMMON: [&str; 37] = [
+/// Keys that change nothing here.
+const COMMON: [&str; 18] = [
     "_name_or_path",
     "architectures",
-    "attention_bias",
     "attention_dropout",
     "auto_map",
+    "compression_config",
     "dtype",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
     "initializer_range",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "mlp_bias",
     "model_type",
-    "num_attention_heads",
-    "num_experts_per_tok",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_local_experts",
+    "output_attentions",
     "output_router_logits",
     "pretraining_tp",
     "quantization_config",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
     "router_aux_loss_coef",
     "router_jitter_noise",
-    "sliding_window",
     "tie_word_embeddings",
     "torch_dtype",
     "transformers_version",
     "use_cache",
-    "vocab_size",
-    "compression_config",
-    "output_attentions",
 ];
 
 /// The problem of a folder with quantized weights.

@@ -21,9 +21,9 @@ fn settings_that_are_not_supported_are_listed_together() {
     });
     assert_eq!(
         refused(&llama),
-        "config.json: hidden_act is \"gelu\": supported is \"silu\"; attention_bias is true: supported is false; sliding_window is \
-         4096: supported is none; rope_parameters: rope_type is \"yarn\": supported is \"default\" or \"llama3\"; num_hidden_layers is \
-         \"two\": it must be a whole number above 0"
+        "config.json: hidden_act is \"gelu\": supported is \"silu\"; attention_bias is true: supported is false; \
+         rope_parameters: rope_type is \"yarn\": supported is \"default\", \"linear\" or \"llama3\"; num_hidden_layers is \
+         \"two\": it must be a whole number above 0; sliding_window is 4096: supported is none"
     );
     let gpt2 = copy("gpt2");
     edit(&gpt2.path().join("config.json"), |config| {
@@ -33,14 +33,16 @@ fn settings_that_are_not_supported_are_listed_together() {
     });
     assert_eq!(
         refused(&gpt2),
-        "config.json: n_embd is missing; attn_pdrop is 0.5 and resid_pdrop 0: supported is one probability for all; \
-         activation_function is \"relu\": supported is \"gelu_new\" or \"gelu_pytorch_tanh\" or \"gelu_fast\""
+        "config.json: n_embd is missing; activation_function is \"relu\": supported is \"gelu_new\" or \"gelu_pytorch_tanh\" or \
+         \"gelu_fast\"; attn_pdrop is 0.5 and resid_pdrop 0: supported is one probability for all"
     );
     edit(&gpt2.path().join("config.json"), |config| config["architectures"] = json!(["MambaForCausalLM"]));
     assert_eq!(
         refused(&gpt2),
         "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM, \
-         MistralForCausalLM, MixtralForCausalLM are supported"
+         MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, \
+         Qwen3ForCausalLM, Qwen3MoeForCausalLM, GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, \
+         GPTNeoXForCausalLM are supported"
     );
 }
 
