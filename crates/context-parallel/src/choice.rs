@@ -3,7 +3,6 @@
 use crate::pass::{sees, steps};
 use crate::{Method, parts_of_heads};
 use meshwork_tensor::kernel::seen_pairs;
-use meshwork_tensor::op::Order;
 
 /// FLOPs of attention in the time in which one byte goes to another rank: about those of an H100 with NVLink (400
 /// TFLOP/s, 450 GB/s).
@@ -81,9 +80,11 @@ impl Sizes {
 
     /// What the tokens at `places` places of a ring see.
     fn seen(&self, places: usize) -> Seen {
-        let order = if self.zigzag { Order::zigzag(places) } else { Order::default() };
         let each = self.tokens.next_multiple_of(places * if self.zigzag { 2 } else { 1 }) / places;
-        let part = |place: usize| order.tokens(places * each, place * each..(place + 1) * each).unwrap_or_default();
+        let part = |place: usize| match self.zigzag {
+            true => [place, 2 * places - 1 - place].map(|chunk| chunk * each / 2..(chunk + 1) * each / 2).to_vec(),
+            false => std::iter::once(place * each..(place + 1) * each).collect(),
+        };
         let parts: Vec<_> = (0..places).map(part).collect();
         let (steps, last) = (steps(&parts, self.window), |step: usize| {
             (0..places).map(|place| sees(&parts, place, step, self.window)).sum::<u64>() as f64 / places as f64

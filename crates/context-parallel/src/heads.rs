@@ -44,7 +44,7 @@ pub(crate) struct Share {
 /// The parts into which heads of queries may be cut, up to `most`: each is whole groups of `group` heads that share
 /// keys and values, or an equal part of one.
 pub fn parts_of_heads(heads: usize, group: usize, most: usize) -> impl DoubleEndedIterator<Item = usize> {
-    (1..=most).filter(move |&parts| {
+    (1..=most.min(heads)).filter(move |&parts| {
         let each = heads / parts;
         heads.is_multiple_of(parts) && (each.is_multiple_of(group) || group.is_multiple_of(each))
     })

@@ -304,10 +304,17 @@ impl<'a> Pass<'a> {
 /// Places after its own, and its own, up to which a block of keys is read by queries of places that have the tokens of
 /// `parts`: blocks outside of the window do not travel.
 pub(crate) fn steps(parts: &[Vec<Range<usize>>], window: Option<usize>) -> usize {
-    (0..parts.len())
-        .rev()
-        .find(|&step| (0..parts.len()).any(|place| sees(parts, place, step, window) > 0))
-        .map_or(1, |last| last + 1)
+    let Some(window) = window else { return parts.len() };
+    let runs = || parts.iter().enumerate().flat_map(|(place, runs)| runs.iter().map(move |run| (run.clone(), place)));
+    let mut keys: Vec<_> = runs().collect();
+    keys.sort_unstable_by_key(|(run, _)| run.start);
+    let of_queries = runs().flat_map(|(queries, place)| {
+        let first = (queries.start + 1).saturating_sub(window);
+        let begin = keys.partition_point(|(run, _)| run.end <= first);
+        let read = keys[begin..].iter().take_while(move |(run, _)| run.start < queries.end);
+        read.map(move |(_, owner)| (place + parts.len() - owner) % parts.len())
+    });
+    of_queries.max().map_or(1, |last| last + 1)
 }
 
 /// Pairs of a query at a place and a key of the block that is there in a step.

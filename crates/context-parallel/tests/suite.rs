@@ -289,17 +289,23 @@ fn the_rule_weighs_bytes_against_work() {
 /// Tokens of a sequence.
 const SEQ: usize = 64;
 
+/// One document.
+fn whole() -> Vec<i32> {
+    (0..SEQ as i32).collect()
+}
+
 /// Heads of queries, and of keys and values, over all ranks of tp.
 const HEADS: [usize; 2] = [4, 2];
 
 /// The results of all ranks, `[output, dq, dkv]`, put together, and the spans of each. Values are drawn, rounded to
-/// `rounded`, and computed with in `dtype`. Above two ranks of tp, each has all heads of keys and values.
+/// `rounded`, and computed with in `dtype`; tokens see their own document alone, in which they have `positions`. Above
+/// two ranks of tp, each has all heads of keys and values.
 fn run(
     context: &ContextParallel,
     mesh: &str,
     [heads, kv_heads]: [usize; 2],
     [rounded, dtype]: [DType; 2],
-    seq: usize,
+    positions: &[i32],
 ) -> (Vec<[Vec<f32>; 3]>, Vec<Vec<Span>>) {
     let mesh: Mesh = mesh.parse().unwrap();
     let ranks = World::threads(&mesh).run(|world| {
@@ -313,7 +319,8 @@ fn run(
         let tape = Tape::new(Arc::new(rank), Arc::new(params), device.clone(), Mode::Train, Position::default());
         let cut = Types::all(&mesh, Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
         let of_heads = |dim| if tp.0 > 1 { cut.with(Axis::Tp, dim) } else { cut };
-        let (samples, here) = (2, seq / cp.0);
+        let (samples, seq) = (2, positions.len());
+        let here = seq / cp.0;
         // Of `of` heads in each of `parts`, those of this rank of tp, or all.
         let drawn = |name: &str, parts: usize, of: usize, shared: bool| {
             let row = parts * of * 8;
@@ -331,8 +338,10 @@ fn run(
         let q = tape.input(drawn("q", 1, heads, false)?, of_heads(Ty::Shard(2)));
         let kv = drawn("kv", 2, kv_heads, shared)?;
         let kv = tape.input(kv, of_heads(if shared { Ty::Replicate } else { Ty::Shard(3) }));
+        let twice = Tensor::from_slice(&device, &[positions, positions].concat(), [samples, seq])?;
+        let positions = tape.constant(twice, Types::all(&mesh, Ty::Invariant));
         recorder.drain();
-        let y = context.attend(&q, &kv, None, None, None)?;
+        let y = context.attend(&q, &kv, None, Some(&Documents { positions, apart: true }), None)?;
         let seed = drawn("dy", 1, heads, false)?;
         let value = y.tensor().clone().cast(DType::F32)?.to_vec::<f32>()?;
         tape.backward(&y, Seed::typed(seed, y.types().dual()), Weights::Now, &mut Gradients::default())?;
@@ -362,11 +371,12 @@ fn ranks_get_the_heads_that_their_queries_read() {
     ] {
         let (cp, tp) = (mesh.parse::<Mesh>().unwrap().degree(Axis::Cp), mesh.parse::<Mesh>().unwrap().degree(Axis::Tp));
         let seq = SEQ.next_multiple_of(cp);
+        let positions: Vec<i32> = (0..seq as i32).collect();
         for method in [Method::AllToAll, Method::Ring] {
             let context = ContextParallel::new(method, Order::default(), 1);
-            let whole = run(&context, "cp=1", heads, [DType::F32; 2], seq).0.remove(0);
+            let whole = run(&context, "cp=1", heads, [DType::F32; 2], &positions).0.remove(0);
             let mut found = whole.each_ref().map(|x| vec![0.0; x.len()]);
-            for (rank, results) in run(&context, mesh, heads, [DType::F32; 2], seq).0.into_iter().enumerate() {
+            for (rank, results) in run(&context, mesh, heads, [DType::F32; 2], &positions).0.into_iter().enumerate() {
                 for (at, part) in results.into_iter().enumerate() {
                     let [parts, all] = if at == 2 { [2, of_keys] } else { [1, of_queries] };
                     let held = part.len() / (2 * seq / cp * parts * 8);
@@ -386,12 +396,38 @@ fn ranks_get_the_heads_that_their_queries_read() {
     }
 }
 
+/// A ring calls the kernel for pairs of runs that share a document: here a rank's own, and in the second case those of
+/// the rank before it.
+#[test]
+fn rings_skip_runs_that_share_no_document() {
+    let context = ContextParallel::new(Method::Ring, Order::default(), 1);
+    for (length, calls) in [(SEQ / 4, [1, 1, 1, 1]), (SEQ / 2, [1, 2, 1, 2])] {
+        let positions: Vec<i32> = (0..SEQ).map(|token| (token % length) as i32).collect();
+        let one = run(&context, "cp=1", HEADS, [DType::F32; 2], &positions).0.remove(0);
+        let (results, spans) = run(&context, "cp=4", HEADS, [DType::F32; 2], &positions);
+        for (rank, (results, spans)) in results.iter().zip(spans).enumerate() {
+            let kernels =
+                spans.iter().filter(|span| span.class == Class::Attention && span.name.starts_with("grouped"));
+            assert_eq!(kernels.count(), 2 * calls[rank], "rank {rank}, documents of {length}");
+            for (part, whole) in results.iter().zip(&one) {
+                let (each, of_sample) = (part.len() / 2, whole.len() / 2);
+                let of = |sample: usize| &whole[sample * of_sample + rank * each..][..each];
+                let whole = [of(0), of(1)].concat();
+                assert!(
+                    part.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-5),
+                    "rank {rank}, documents of {length}"
+                );
+            }
+        }
+    }
+}
+
 /// Sums of 16-bit values are in f32, over ranks too: the results are those of f32, rounded once.
 #[test]
 fn partial_results_are_not_rounded() {
     for method in [Method::Ring, Method::Hybrid { ring_degree: 2 }] {
-        let halves = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::Bf16], SEQ).0;
-        let wide = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::F32], SEQ).0;
+        let halves = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::Bf16], &whole()).0;
+        let wide = run(&zigzag(method, 4), "cp=4", HEADS, [DType::Bf16, DType::F32], &whole()).0;
         for (halves, wide) in halves.iter().zip(&wide) {
             let (halves, wide, outputs) = (halves.concat(), wide.concat(), wide[0].len());
             let rounded = |x: &f32| meshwork_core::bf16::from_f32(*x).to_f32();
@@ -413,7 +449,8 @@ fn partial_results_are_not_rounded() {
 #[test]
 fn blocks_travel_while_attention_computes() {
     for (method, steps) in [(Method::Ring, 4), (Method::Hybrid { ring_degree: 2 }, 2)] {
-        for (rank, spans) in run(&zigzag(method, 4), "cp=4", HEADS, [DType::F32; 2], SEQ).1.into_iter().enumerate() {
+        for (rank, spans) in run(&zigzag(method, 4), "cp=4", HEADS, [DType::F32; 2], &whole()).1.into_iter().enumerate()
+        {
             let kernel = |span: &&Span| span.class == Class::Attention && span.name.starts_with("grouped");
             let kernels: Vec<&Span> = spans.iter().filter(kernel).collect();
             let under =

@@ -41,7 +41,9 @@ pub(super) fn resolve(config: &mut Config, settings: &Settings) {
     let sizes = config.context_sizes();
     let canonical = config.training.numerics == "canonical";
     let mesh = &mut config.parallelism;
-    if mesh.context_parallel_method == ContextMethod::Auto {
+    if mesh.context_parallel_method == ContextMethod::Auto && sizes.cp > sizes.tokens {
+        mesh.context_parallel_method = ContextMethod::AllGather; // a fault, whatever the method
+    } else if mesh.context_parallel_method == ContextMethod::Auto {
         let method = match canonical {
             // Every other method computes all of the attention on every rank.
             true if sizes.methods().contains(&Method::AllToAll) => Method::AllToAll,

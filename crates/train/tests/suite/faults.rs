@@ -305,6 +305,11 @@ fn a_ring_that_cp_or_the_heads_do_not_fit() {
 fn a_sequence_that_cp_does_not_fit() {
     refused(&[
         (
+            "--mesh cp=1000000000000 --set parallelism.context_parallel_method=auto --set model.sliding_window=9",
+            "parallelism.cp = 1000000000000: cuts model.seq_len = 128 into 1000000000000 parts; use at most 128, or \
+             model.seq_len of 1000000000000 or more",
+        ),
+        (
             "--mesh cp=3 --set model.seq_len=2",
             "parallelism.cp = 3: cuts model.seq_len = 2 into 3 parts; use at most 2, or model.seq_len of 3 or more",
         ),
