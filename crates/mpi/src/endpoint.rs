@@ -258,6 +258,9 @@ impl Endpoint {
             return Err(CommError::Stopped { site, fault: fault.clone() });
         }
         let mut flight = Flight::new(key, site.clone(), course, call)?;
+        if flight.is_native() {
+            self.port.announce((self.world, group.id), seq);
+        }
         let first = flight.begin(&mut |bytes| scratch_of(&mut state.scratch, bytes));
         self.ship(&mut state.landings, &mut flight, first);
         state.flights.insert(key, flight);

@@ -230,13 +230,18 @@ impl Flight {
         }
     }
 
+    /// Whether the library takes the sum.
+    pub(crate) fn is_native(&self) -> bool {
+        self.course.plan.native().is_some()
+    }
+
     /// The sum that the library takes, if it does.
     pub(crate) fn native<T>(&self, world: u64, what: T) -> Option<Sum<T>> {
         let summed = self.course.plan.native()?;
         let into = self.output.as_ref()?.claim_all()?;
         let all = |input: &Arc<Buffer>| Bytes::Input(input.clone(), 0, input.count() * input.dtype().size());
         let input = self.input.as_ref().filter(|_| summed.scatters).map(all);
-        Some(Sum { group: (world, self.key.group), summed, input, into, what })
+        Some(Sum { group: (world, self.key.group), seq: self.key.seq, summed, input, into, what })
     }
 
     /// Starts the operation: what it sends first.

@@ -1,13 +1,14 @@
 //! Sums by the reductions of the library: `comm.reduction = "native"`.
 //!
-//! A group has a communicator of the library for them, made at its first sum. That call blocks until all members have
-//! come, so a thread of its own makes it, and the sums of the group wait in their order. Nothing else blocks: sums are
-//! tested when the wire is polled.
+//! First the members of a sum tell each other what they do, by a barrier of our own (see [`Plan`](crate::plan::Plan)):
+//! the library is called when all agree, and faults are found as in every other operation. The order of the sums of a
+//! group is that in which its members came to them, whichever barrier is over first.
 //!
-//! Members tell each other what they do by a barrier of our own, which goes on at the same time (see
-//! [`Plan`](crate::plan::Plan)), and none has its result before. So faults are found as in every other operation; a sum
-//! that they leave behind keeps its memory until the library is done with it, which may be never.
+//! A group has a communicator of the library, made at its first sum. That call blocks until all members have come, so a
+//! thread of its own makes it. Nothing else blocks: sums are tested when the wire is polled. One that a lost process
+//! leaves behind keeps its memory until the library is done with it, which may be never.
 
+use std::collections::VecDeque;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 
@@ -57,6 +58,8 @@ impl Reduction {
 pub(crate) struct Sum<T> {
     /// The world, and the group in it.
     pub(crate) group: (u64, u64),
+    /// The number of the operation in the group.
+    pub(crate) seq: u64,
     pub(crate) summed: Summed,
     /// If it scatters; otherwise `into` has it.
     pub(crate) input: Option<Bytes>,
@@ -65,19 +68,20 @@ pub(crate) struct Sum<T> {
     pub(crate) what: T,
 }
 
-/// A communicator that is being made, and the sums that wait for it.
-struct Making<T> {
-    group: (u64, u64),
-    made: Receiver<Result<Handle, i32>>,
-    sums: Vec<Sum<T>>,
+/// The sums of a group that have not begun.
+struct Team<T> {
+    /// Its communicator, once that is made.
+    comm: Option<Handle>,
+    making: Option<Receiver<Result<Handle, i32>>>,
+    /// In the order in which every member begins them; one is there when its members have agreed.
+    sums: VecDeque<(u64, Option<Sum<T>>)>,
 }
 
 /// The sums of a process, and the communicators of its groups.
 pub(crate) struct Natives<T> {
     library: Library,
     largest_tag: usize,
-    comms: FxHashMap<(u64, u64), Handle>,
-    making: Vec<Making<T>>,
+    teams: FxHashMap<(u64, u64), Team<T>>,
     /// Sums under way. The library has the addresses of their memory.
     sums: Vec<(Handle, Sum<T>)>,
     /// What sums that failed were for, and why.
@@ -86,36 +90,52 @@ pub(crate) struct Natives<T> {
 
 impl<T> Natives<T> {
     pub(crate) fn new(library: Library, largest_tag: usize) -> Natives<T> {
-        let (comms, making, sums, failed) = (FxHashMap::default(), Vec::new(), Vec::new(), Vec::new());
-        Natives { library, largest_tag, comms, making, sums, failed }
+        Natives { library, largest_tag, teams: FxHashMap::default(), sums: Vec::new(), failed: Vec::new() }
     }
 
-    /// Starts a sum. All members start those of a group in the same order. `processes` are theirs, in this order too.
+    /// This process has come to a sum of a group: those that are announced before it begin before it.
+    pub(crate) fn announce(&mut self, group: (u64, u64), seq: u64) {
+        let new = || Team { comm: None, making: None, sums: VecDeque::new() };
+        self.teams.entry(group).or_insert_with(new).sums.push_back((seq, None));
+    }
+
+    /// Starts a sum that was announced, once all members have come to it. `processes` are theirs, in their order.
     pub(crate) fn start(&mut self, sum: Sum<T>, processes: impl FnOnce() -> Vec<usize>) {
-        if let Some(&comm) = self.comms.get(&sum.group) {
-            return self.begin(comm, sum);
+        let group = sum.group;
+        let Some(team) = self.teams.get_mut(&group) else { return }; // its world is over
+        if team.comm.is_none() && team.making.is_none() {
+            let (library, processes, (tell, made)) = (self.library.clone(), processes(), mpsc::channel());
+            let tag = (group.0 ^ group.1) as usize % self.largest_tag;
+            // Nobody may wait for it any more.
+            let make = move || _ = tell.send(library.communicator_of(&processes, tag));
+            if let Err(error) = thread::Builder::new().name("mpi group".to_owned()).spawn(make) {
+                return self.failed.push((sum.what, format!("no thread for the communicator: {error}")));
+            }
+            team.making = Some(made);
         }
-        if let Some(making) = self.making.iter_mut().find(|making| making.group == sum.group) {
-            return making.sums.push(sum);
+        if let Some((_, place)) = team.sums.iter_mut().find(|(seq, _)| *seq == sum.seq) {
+            *place = Some(sum);
         }
-        let (group, library, processes) = (sum.group, self.library.clone(), processes());
-        let tag = (group.0 ^ group.1) as usize % self.largest_tag;
-        let (tell, made) = mpsc::channel();
-        let make = move || _ = tell.send(library.communicator_of(&processes, tag)); // or nobody waits for it any more
-        match thread::Builder::new().name("mpi group".to_owned()).spawn(make) {
-            Ok(_) => self.making.push(Making { group, made, sums: vec![sum] }),
-            Err(error) => self.failed.push((sum.what, format!("no thread for the communicator: {error}"))),
-        }
+        self.begin(group);
     }
 
-    fn begin(&mut self, comm: Handle, mut sum: Sum<T>) {
-        let input = sum.input.as_ref().map(AsRef::as_ref);
-        // SAFETY: `sums` holds both, whose bytes do not move with them, until the request is over; nothing writes the
-        // input while it is held, and the claim's bytes are its own.
-        match unsafe { self.library.sum(sum.summed, input, &mut sum.into, comm) } {
-            Ok(request) => self.sums.push((request, sum)),
-            Err(code) => self.fail(sum.what, code),
+    /// Begins the sums of a group that are next.
+    fn begin(&mut self, group: (u64, u64)) {
+        let Some(Team { comm: Some(comm), sums, .. }) = self.teams.get_mut(&group) else { return };
+        let mut failed = Vec::new();
+        while let Some((_, place)) = sums.front_mut()
+            && let Some(mut sum) = place.take()
+        {
+            sums.pop_front();
+            let input = sum.input.as_ref().map(AsRef::as_ref);
+            // SAFETY: `sums` holds both, whose bytes do not move with them, until the request is over; nothing writes
+            // the input while it is held, and the claim's bytes are its own.
+            match unsafe { self.library.sum(sum.summed, input, &mut sum.into, *comm) } {
+                Ok(request) => self.sums.push((request, sum)),
+                Err(code) => failed.push((sum.what, code)),
+            }
         }
+        failed.into_iter().for_each(|(what, code)| self.fail(what, code));
     }
 
     /// Takes note of the code of a sum. That a process has ended is found, and told, from its messages.
@@ -128,22 +148,19 @@ impl<T> Natives<T> {
     /// there were any.
     pub(crate) fn poll(&mut self, mut over: impl FnMut(T, Result<Claim, String>)) -> bool {
         let mut any = false;
-        let mut at = 0;
-        while let Some(making) = self.making.get(at) {
-            let Ok(made) = making.made.try_recv() else {
-                at += 1;
-                continue;
-            };
-            let Making { group, sums, .. } = self.making.swap_remove(at);
-            match made {
-                Ok(comm) => {
-                    self.comms.insert(group, comm);
-                    sums.into_iter().for_each(|sum| self.begin(comm, sum));
-                }
-                Err(code) => sums.into_iter().for_each(|sum| self.fail(sum.what, code)),
-            }
+        let made = |(group, team): (&(u64, u64), &mut Team<T>)| {
+            let made = team.making.as_ref()?.try_recv().ok()?;
+            (team.comm, team.making) = (made.ok(), None);
+            let waiting = made.err().map(|code| (code, std::mem::take(&mut team.sums)));
+            Some((*group, waiting))
+        };
+        let made: Vec<_> = self.teams.iter_mut().filter_map(made).collect();
+        for (group, waiting) in made {
+            self.begin(group);
+            let (code, sums) = waiting.unwrap_or_default();
+            sums.into_iter().filter_map(|(_, sum)| sum).for_each(|sum| self.fail(sum.what, code));
         }
-        at = 0;
+        let mut at = 0;
         while let Some((request, _)) = self.sums.get_mut(at) {
             let tested = self.library.test(request);
             if tested == Ok(false) {
@@ -166,17 +183,15 @@ impl<T> Natives<T> {
 
     /// A world is over: gives back the communicators of its groups, unless a fault has left sums behind.
     pub(crate) fn leave(&mut self, world: u64) {
-        if self.sums.iter().any(|(_, sum)| sum.group.0 == world) {
-            return;
-        }
-        for (_, comm) in self.comms.extract_if(|(of, _), _| *of == world) {
-            self.library.free(comm);
+        let is_left = self.sums.iter().any(|(_, sum)| sum.group.0 == world);
+        for (_, team) in self.teams.extract_if(|(of, _), team| *of == world && team.making.is_none()) {
+            team.comm.filter(|_| !is_left).into_iter().for_each(|comm| self.library.free(comm));
         }
     }
 
     /// Whether the library is done with everything.
     pub(crate) fn is_idle(&self) -> bool {
-        self.sums.is_empty() && self.making.is_empty()
+        self.sums.is_empty() && self.teams.values().all(|team| team.making.is_none())
     }
 
     /// Leaves the memory of sums to the library, which may still write to it.

@@ -12,8 +12,8 @@
 //! - **Rounds**, for little data: one member of each process has what its process has, and exchanges it with others, in
 //!   [rounds](Round) that bring everything to all. A member of n sends a few messages times log n.
 //!
-//! A sum that the library takes (see [`Reduction`]) has a barrier in rounds, in which members say what they do, and
-//! beside it a unit in which each member sends to itself: that is the library's own reduction.
+//! A sum that the library takes (see [`Reduction`]) has a barrier in rounds, in which members say what they do, and then
+//! a step in which each member sends to itself: that is the library's own reduction.
 //!
 //! So not all members meet. Of two that disagree about the operation some neighbours do, since what a member has at the
 //! end comes from all, and each of its messages is the first to say what the sender does.
@@ -226,7 +226,6 @@ impl Plan {
             Shape::Segments { .. } => self.lanes * self.owners.len(),
             // The last one tells the root that all are here.
             Shape::Broadcast { .. } => self.lanes * self.owners.len() + 1,
-            Shape::Native(_) => 2,
             _ => 1,
         }
     }
@@ -293,12 +292,11 @@ impl Plan {
                 steps
             }
             &Shape::Rounds(of) => self.rounds(of),
-            Shape::Native(_) if unit == 0 => self.rounds(Rounds::Barrier),
-            Shape::Native(_) => vec![Step {
-                sends: vec![(me, Source::Nothing)],
-                receives: vec![(me, Dest::Output(whole))],
-                then: Then::Nothing,
-            }],
+            Shape::Native(_) => {
+                let (sends, receives) = (vec![(me, Source::Nothing)], vec![(me, Dest::Output(whole))]);
+                let sum = Step { sends, receives, then: Then::Nothing };
+                self.rounds(Rounds::Barrier).into_iter().chain([sum]).collect()
+            }
             Shape::AllToAll { send, recv } => {
                 let bytes = |ends: &[usize], at: usize| ends[at] * self.element..ends[at + 1] * self.element;
                 let sends = self.others().map(|to| (to, Source::Input(bytes(send, to)))).collect();

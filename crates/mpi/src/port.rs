@@ -194,6 +194,13 @@ impl Port {
         }
     }
 
+    /// The library will take this sum of a group.
+    pub(crate) fn announce(&self, group: (u64, u64), seq: u64) {
+        if let Some(wire) = lock(&self.wire).as_mut() {
+            wire.natives.announce(group, seq);
+        }
+    }
+
     /// Has the library take a sum of members in these processes, for a rank.
     pub(crate) fn sum(&self, sum: Sum<Landing>, processes: impl FnOnce() -> Vec<usize>) {
         if let Some(wire) = lock(&self.wire).as_mut() {
