@@ -184,7 +184,14 @@ impl Writer {
     /// Starts to save a snapshot, and returns. All ranks must save the same steps; the `metadata` of rank 0 is stored.
     /// If a snapshot lacks elements that its rank writes, the save of that step fails on all ranks.
     pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
-        let job = Job { step, metadata, snapshot: snapshot.into_data(), whole: self.whole, stays: self.stays, began: Instant::now() };
+        let job = Job {
+            step,
+            metadata,
+            snapshot: snapshot.into_data(),
+            whole: self.whole,
+            stays: self.stays,
+            began: Instant::now(),
+        };
         if let Some(jobs) = &self.jobs {
             // If the thread has ended, there is no result, and the caller gets that error.
             _ = jobs.send(job);

@@ -3,9 +3,9 @@
 //! More than 400 lines: a run from top to bottom, with the text of what goes wrong on the way.
 
 use crate::best::Best;
-use crate::checkpoint::{BEST, POSITION};
 use crate::checkpoint::export::{Planned, export};
 use crate::checkpoint::run::{Continued, Files, Saver, described, go_back, resume_run};
+use crate::checkpoint::{BEST, POSITION};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, RankDevice};
@@ -416,7 +416,9 @@ fn run(
 }
 
 fn stopped_early(step: u64, Best { step: best, loss, since }: Best) -> String {
-    format!("step {step}  ends the run early: {since} validations in a row had no lower loss than {loss:.4} of step {best}")
+    format!(
+        "step {step}  ends the run early: {since} validations in a row had no lower loss than {loss:.4} of step {best}"
+    )
 }
 
 fn not_validated(step: u64) -> String {

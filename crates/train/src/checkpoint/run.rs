@@ -1,7 +1,9 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
 use super::export::ends_of_text;
-use super::{BEST, CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_from, resume_into, save, save_plan_of};
+use super::{
+    BEST, CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_from, resume_into, save, save_plan_of,
+};
 use crate::best::Best;
 use crate::config::{Change, Config, changes, of_checkpoint, permits};
 use crate::data::{Data, Position};

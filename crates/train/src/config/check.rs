@@ -156,7 +156,9 @@ fn check_examples(config: &Config, settings: &mut Settings) {
     let sft = config.training.objective == Objective::Sft;
     let (objective, documents) = ("training.objective", "data.documents");
     settings.require(&[objective, documents], !sft || config.data.documents == "attention", || {
-        let problem = format!("lets examples that share a sequence see each other, or learn across their boundary ({objective} = sft)");
+        let problem = format!(
+            "lets examples that share a sequence see each other, or learn across their boundary ({objective} = sft)"
+        );
         Fault::new(documents, &config.data.documents, problem, "use attention, or leave it out")
     });
     let given = config.data.path.is_some() || !config.data.sources.is_empty();

@@ -20,8 +20,8 @@ use super::settings::Settings;
 use super::words::{
     AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord,
     LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
-    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression,
-    VerifySteps, VerifyWord,
+    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
+    ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
 

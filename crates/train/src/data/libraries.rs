@@ -37,7 +37,14 @@ pub(super) fn json(path: &Path) -> Opened {
         (format!("has a file beside it that cannot be used: {} {problem}", path.display()), valid)
     })?;
     let beginning = beginning(&tokenizer, &special);
-    Ok(Arc::new(Json { tokenizer, spelled: OnceLock::new(), special, beginning, neighbours, fingerprint: hash(&bytes) }))
+    Ok(Arc::new(Json {
+        tokenizer,
+        spelled: OnceLock::new(),
+        special,
+        beginning,
+        neighbours,
+        fingerprint: hash(&bytes),
+    }))
 }
 
 /// The beginning of a text, if the tokenizer itself puts it before one.

@@ -287,8 +287,7 @@ impl Data {
     /// Packs the examples of each stream into rows, some of them for validation.
     fn packed(mut self, config: &Config) -> Result<Self, DataError> {
         for part in &mut self.parts {
-            let packed =
-                packing::pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
+            let packed = packing::pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
             self.notices.push(packed.told);
             *part = SplitStream { stream: packed.stream, training: packed.training };
         }

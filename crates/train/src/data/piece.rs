@@ -1,8 +1,8 @@
 //! Pieces of documents, and the keys of `[data]` by which texts become pieces.
 
+use super::examples::Examples;
 use super::format::{self, Format};
 use super::prelude::*;
-use super::examples::Examples;
 use crate::config::TextFormat;
 
 /// How texts are read: the keys of `[data]` that say so.
@@ -111,7 +111,9 @@ impl PieceTokens {
         let ids = [beginning.as_slice(), &self.ids, end.as_slice()].concat();
         let masked = match self.masked.is_empty() {
             true => Vec::new(),
-            false => [&vec![true; beginning.iter().count()][..], &self.masked, &vec![false; end.iter().count()]].concat(),
+            false => {
+                [&vec![true; beginning.iter().count()][..], &self.masked, &vec![false; end.iter().count()]].concat()
+            }
         };
         Self { ids, masked }
     }

@@ -9,7 +9,6 @@ use meshwork_train::{Data, Devices, RankDevice, load, train, train_in};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use tempfile::TempDir;
 
@@ -63,7 +62,8 @@ impl Folder {
         let (config, data) = self.load(more);
         let metrics = self.path("metrics.jsonl");
         _ = fs::remove_file(&metrics);
-        train(&config, &data, Some(&metrics), &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{more}: {error}"));
+        train(&config, &data, Some(&metrics), &AtomicBool::new(false))
+            .unwrap_or_else(|error| panic!("{more}: {error}"));
         events(&metrics)
     }
 }
@@ -141,7 +141,8 @@ fn the_loss_is_the_mean_over_the_answers_of_the_whole_batch() {
     let mean = rows.iter().zip(&counts).map(|(loss, count)| loss * count).sum::<f64>() / counts.iter().sum::<f64>();
     let of_means = rows.iter().sum::<f64>() / 4.0;
     assert!((mean - of_means).abs() > 1e-5, "the two means must differ for this test to see anything: {counts:?}");
-    for more in ["", "training.micro_batch_size=1", "parallelism.dp=4", "parallelism.dp=2 training.micro_batch_size=1"] {
+    for more in ["", "training.micro_batch_size=1", "parallelism.dp=4", "parallelism.dp=2 training.micro_batch_size=1"]
+    {
         let first = losses(&folder.run(&format!("{still} {more}")))[0];
         assert!((first - mean).abs() < 1e-6, "{more}: {first} instead of {mean}, the mean of means is {of_means}");
     }
@@ -209,7 +210,9 @@ fn a_run_goes_on_in_the_middle_of_its_examples() {
 #[test]
 fn memory_and_communication_are_as_predicted() {
     let folder = Folder::new(&examples(60));
-    for more in ["", "parallelism.dp=2 parallelism.tp=2", "parallelism.cp=2", "parallelism.pp=2 training.micro_batch_size=1"] {
+    for more in
+        ["", "parallelism.dp=2 parallelism.tp=2", "parallelism.cp=2", "parallelism.pp=2 training.micro_batch_size=1"]
+    {
         let (config, _) = folder.load(more);
         let events = folder.run(more);
         let (start, end) = (&events[0], events.last().unwrap());
@@ -280,9 +283,10 @@ fn a_run_ends_early_and_goes_back_to_its_best_weights() {
     let best = outcome.best.expect("a validation");
     assert_eq!((outcome.steps, best.since), (best.step + 3, 3), "{outcome:?}");
     assert!(best.step < 20, "{best:?}");
-    let validated: Vec<f64> = events(&metrics).iter().filter_map(|event| {
-        (event["event"] == "validation").then(|| event["loss"].as_f64().unwrap())
-    }).collect();
+    let validated: Vec<f64> = events(&metrics)
+        .iter()
+        .filter_map(|event| (event["event"] == "validation").then(|| event["loss"].as_f64().unwrap()))
+        .collect();
     assert_eq!(validated.iter().copied().fold(f64::MAX, f64::min), best.loss);
     let mut kept: Vec<u64> = meshwork_checkpoint::steps(&dir).unwrap();
     kept.sort_unstable();
@@ -292,7 +296,12 @@ fn a_run_ends_early_and_goes_back_to_its_best_weights() {
     folder.run(&format!("{common} training.steps={} {export}", best.step));
     assert!(fs::read(model).unwrap() == fs::read(wanted).unwrap(), "the weights of step {}", best.step);
     // A run that goes on finds its patience gone.
-    let again = train(&folder.load(&format!("{more} checkpoint.resume=true checkpoint.export_overwrite=true")).0, &data, None, &AtomicBool::new(false));
+    let again = train(
+        &folder.load(&format!("{more} checkpoint.resume=true checkpoint.export_overwrite=true")).0,
+        &data,
+        None,
+        &AtomicBool::new(false),
+    );
     assert_eq!(again.unwrap().best, Some(best));
 }
 
@@ -317,7 +326,10 @@ fn bad_examples_are_named_by_their_line_and_left_out_if_asked() {
 #[test]
 fn what_is_no_json_is_no_example() {
     let folder = Folder::new(&examples(3));
-    for (name, bytes, told) in [("plain.txt", &b"Some words."[..], "is text, and no examples"), ("ids.bin", &[1, 0, 2, 0], "is tokens, and no examples")] {
+    for (name, bytes, told) in [
+        ("plain.txt", &b"Some words."[..], "is text, and no examples"),
+        ("ids.bin", &[1, 0, 2, 0], "is tokens, and no examples"),
+    ] {
         fs::write(folder.path(name), bytes).unwrap();
         let settings = folder.settings(&format!("data.path={}", folder.path(name).display()));
         let refused = load(&Args::parse(settings)).unwrap_err().to_string();
@@ -338,7 +350,10 @@ fn long_answers_are_cut_or_left_out_as_asked() {
     let told = |more: &str| folder.load(more).1.notices().join("\n");
     let cut = told("");
     assert!(cut.contains("2 examples of 40 tokens in 2 rows of 32"), "{cut}");
-    assert!(cut.contains("2 of more than 32 tokens truncated; 1 without an answer in what is left of them left out"), "{cut}");
+    assert!(
+        cut.contains("2 of more than 32 tokens truncated; 1 without an answer in what is left of them left out"),
+        "{cut}"
+    );
     let skipped = told("data.overlong=skip");
     assert!(skipped.contains("1 examples of 8 tokens in 1 rows of 32"), "{skipped}");
     assert!(skipped.contains("2 of more than 32 tokens left out"), "{skipped}");
@@ -358,6 +373,8 @@ fn messages_are_written_by_the_template_of_the_folder() {
     let lines = ["one turn", "two turns", "an unanswered user"].map(|what| json!({"messages": case(what, template)}));
     let folder = Folder::new(&lines);
     fs::copy(format!("{fixtures}/chat_tokenizer.json"), folder.path("tokenizer.json")).unwrap();
+    let special = json!({"bos_token": "<|begin|>", "eos_token": "</s>"});
+    fs::write(folder.path("tokenizer_config.json"), special.to_string()).unwrap();
     fs::write(folder.path("chat_template.jinja"), all["templates"][template].as_str().unwrap()).unwrap();
     let more = format!("model.vocab_size=400 model.seq_len=128 data.tokenizer={}", folder.folder.path().display());
     let refused = load(&Args::parse(folder.settings(&more))).unwrap_err().to_string();
@@ -365,7 +382,8 @@ fn messages_are_written_by_the_template_of_the_folder() {
     assert!(refused.contains(told), "{refused}");
     let (_, data) = folder.load(&format!("{more} data.skip_bad_lines=true training.global_batch_size=1"));
     let batch = data.batch(0, 1, 0..1).unwrap();
-    let (tokens, targets) = (batch.values::<i32>(language::TOKENS).unwrap(), batch.values::<i32>(language::TARGETS).unwrap());
+    let (tokens, targets) =
+        (batch.values::<i32>(language::TOKENS).unwrap(), batch.values::<i32>(language::TARGETS).unwrap());
     let text = "<|begin|>[INST] What is 2 + 2? [/INST]It is 4.</s><|begin|>[INST]  Hello  there  [/INST]Hi! Ünïcödé 🦀 \
                 too.</s>[INST] And\tnow?\n [/INST]Nothing new.</s>";
     assert!(data.decode(tokens).starts_with(text), "{}", data.decode(tokens));

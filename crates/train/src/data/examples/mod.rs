@@ -62,9 +62,7 @@ impl Examples {
 
     /// The text of a conversation, in which the assistant's messages from `first` on are answers.
     fn chat(&self, messages: &[Value], first: usize, object: &Map<String, Value>) -> Result<DocumentPiece, Wrong> {
-        let none = || {
-            "there is none: set data.chat_template, or data.tokenizer to a folder that has one beside its tokenizer.json"
-        };
+        let none = || "there is none: set data.chat_template, or data.tokenizer to a folder that has one beside its tokenizer.json";
         let template = self.template.as_deref().ok_or_else(|| Wrong::Template(none().to_owned()))?;
         let (text, spans) = answers::of(template, messages, first, object.get("tools")).map_err(Wrong::Template)?;
         Ok(DocumentPiece::example(text, Answers { spans, templated: true }))

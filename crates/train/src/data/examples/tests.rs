@@ -63,7 +63,8 @@ fn of_a_prompt_and_a_completion_the_completion_is_learnt() {
         assert_eq!(text, "^user: one?.assistant: ONE.user: two?.assistant: TWO.");
         assert_eq!(answers, ["TWO."], "marks: {marks}");
     }
-    let (text, answers) = read(Plain { marks: false, forgets: false }, json!({"prompt": "2 + 2 =", "completion": " 4"})).unwrap();
+    let (text, answers) =
+        read(Plain { marks: false, forgets: false }, json!({"prompt": "2 + 2 =", "completion": " 4"})).unwrap();
     assert_eq!((&*text, &answers[..]), ("2 + 2 = 4", &[" 4".to_owned()][..]));
 }
 
@@ -81,7 +82,10 @@ fn a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_answers() {
 #[test]
 fn what_is_no_example_says_what_it_has() {
     for (value, told) in [
-        (json!({"text": "a"}), "has neither a list of messages, nor a prompt and a completion, both texts or both lists; its keys are [\"text\"]"),
+        (
+            json!({"text": "a"}),
+            "has neither a list of messages, nor a prompt and a completion, both texts or both lists; its keys are [\"text\"]",
+        ),
         (json!({"prompt": "a", "completion": []}), "has neither"),
         (json!({"prompt": "a"}), "has neither"),
         (json!({"messages": [], "prompt": "a", "completion": "b"}), "has neither"),

@@ -214,7 +214,8 @@ fn no_cut_changes_a_token(kind: &str, cuts: bool, tokenizer: &Tokenizer, file: &
         let whole = tokenizer.encode(text).unwrap();
         for (bytes, margin) in [(150, 32), (211, 64), (1000, 128)] {
             let pieces = Pieces { bytes, margin };
-            let reading = Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, examples: None, pieces };
+            let reading =
+                Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, examples: None, pieces };
             let (mut ids, mut count) = (Vec::new(), 0);
             let see = |piece: DocumentPiece| {
                 count += 1;

@@ -46,7 +46,7 @@ fn templates_write_what_transformers_writes() {
 fn prefixes_find_the_answers_that_a_template_marks() {
     let all = fixtures();
     let source = all["templates"]["marked turns"].as_str().unwrap();
-    let bare = source.replace("{% generation %}", "").replace("{% endgeneration %}", "");
+    let bare = source.replace("{% generation %}", "{% if true %}").replace("{% endgeneration %}", "{% endif %}");
     let mut compared = 0;
     for case in all["cases"].as_array().unwrap().iter().filter(|case| case["template"] == "marked turns") {
         let answers = |source: &str| {
@@ -112,7 +112,8 @@ fn a_template_that_tells_todays_day_says_so() {
     let year = unset.render(&[], None, false).unwrap();
     assert!(year.parse::<u32>().unwrap() > 2024, "{year}");
     assert!(unset.notices()[0].contains(&format!("set data.date = \"{year}-")), "{:?}", unset.notices());
-    let fixed = Jinja::new("{{ strftime_now('%d %B') }}", BTreeMap::new(), Some("2026-01-31".parse().unwrap())).unwrap();
+    let fixed =
+        Jinja::new("{{ strftime_now('%d %B') }}", BTreeMap::new(), Some("2026-01-31".parse().unwrap())).unwrap();
     assert_eq!((fixed.render(&[], None, false).unwrap().as_str(), fixed.notices().len()), ("31 January", 0));
     assert!(day("31.1.2026").unwrap_err().to_string().contains("use one such as 2026-01-31"));
 }
