@@ -31,6 +31,7 @@ mod packing;
 mod permutation;
 mod piece;
 mod position;
+mod reading;
 mod source;
 mod special_tokens;
 mod text;
@@ -41,7 +42,8 @@ mod tokens;
 /// Items that most kinds of data use.
 mod prelude {
     pub(super) use super::error::{DataError, Problem};
-    pub(super) use super::piece::{DocumentPiece, Reading};
+    pub(super) use super::piece::DocumentPiece;
+    pub(super) use super::reading::Reading;
     pub(super) use super::special_tokens::SpecialTokens;
     pub(super) use super::tokenizer::Tokenizer;
     pub(super) use super::tokens::Tokens;

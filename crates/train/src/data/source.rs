@@ -3,8 +3,8 @@
 use super::cache::{self, Tokenisation};
 use super::examples::Examples;
 use super::mixture::{LONGEST, Mixture};
-use super::piece::Pieces;
 use super::prelude::*;
+use super::reading::Pieces;
 use super::text::Texts;
 use super::tokens::Positioned;
 use super::{indexed, token_file};

@@ -8,8 +8,9 @@
 
 use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
 use super::json::{Bad, JsonDocuments};
-use super::piece::{Pieces, See};
+use super::piece::See;
 use super::prelude::*;
+use super::reading::Pieces;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::time::UNIX_EPOCH;

@@ -1,4 +1,4 @@
-use super::super::piece::Pieces;
+use super::super::reading::Pieces;
 use super::super::special_tokens::{NONE, SpecialTokens};
 use super::*;
 use crate::config::TextFormat;

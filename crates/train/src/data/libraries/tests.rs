@@ -2,7 +2,8 @@
 
 use crate::config::TextFormat;
 use crate::data::Tokenizer;
-use crate::data::piece::{DocumentPiece, Pieces, Reading};
+use crate::data::piece::DocumentPiece;
+use crate::data::reading::{Pieces, Reading};
 use crate::data::text::Texts;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
