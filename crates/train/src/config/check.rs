@@ -161,10 +161,6 @@ fn check_examples(config: &Config, settings: &mut Settings) {
         );
         Fault::new(documents, &config.data.documents, problem, "use attention, or leave it out")
     });
-    let given = config.data.path.is_some() || !config.data.sources.is_empty();
-    settings.require(&[objective, "data.path", "data.sources"], !sft || given || config.training.steps == 0, || {
-        Fault::new(objective, "sft", "there are no examples", "set data.path to JSON lines of them (docs/finetune.md)")
-    });
 }
 
 /// A sliding window of a class of `transformers` that has none.

@@ -60,6 +60,9 @@ pub enum Problem {
     /// A file of another kind than JSON, where examples are read.
     #[error("is {0}, and no examples")]
     NoExamples(&'static str),
+    /// Examples none of which has an answer that fits.
+    #[error("has nothing to learn: {0}")]
+    NoAnswers(String),
     /// An array that is no JSON.
     #[error("is no JSON array: {0}")]
     NotArray(String),
@@ -149,6 +152,7 @@ impl Problem {
             Self::NoExample { .. } | Self::NoExamples(_) => {
                 "use one JSON object a line with messages, or with prompt and completion (docs/finetune.md)".to_owned()
             }
+            Self::NoAnswers(_) => "use more examples, or a larger model.seq_len".to_owned(),
             Self::Template { .. } => {
                 "use messages that the template takes, or another template in data.chat_template, or leave such examples \
                  out with data.skip_bad_lines = true"

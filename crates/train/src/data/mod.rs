@@ -60,6 +60,7 @@ mod prelude {
 
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 pub(crate) use byte_level::{END, byte_level};
@@ -191,6 +192,7 @@ impl Data {
         notices.extend(check::beyond(&sources, &tokenizer, config));
         let mut faults = check::vocabulary(&sources, &tokenizer, config);
         faults.extend(check::documents(&sources, config));
+        faults.extend(check::examples(config));
         let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
         let from_text = sources.iter().any(|source| source.from_text);
         let streams = sources.into_iter().map(|source| source.stream).collect();
@@ -290,6 +292,9 @@ impl Data {
     fn packed(mut self, config: &Config) -> Result<Self, DataError> {
         for part in &mut self.parts {
             let packed = packing::pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
+            if packed.training <= 1 {
+                return Err(Problem::NoAnswers(packed.told).in_file(Path::new("")));
+            }
             self.notices.push(packed.told);
             *part = SplitStream { stream: packed.stream, training: packed.training };
         }

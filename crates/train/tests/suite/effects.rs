@@ -247,7 +247,7 @@ impl Folder {
                 .expect("a text");
         }
         let example = |at: usize| {
-            let (prompt, completion) = (format!("What is {at}?"), format!("It is {}.", "I".repeat(at % 13)));
+            let (prompt, completion) = (format!("{}?", at % 10), "I".repeat(1 + at % 9));
             serde_json::json!({"text": prompt, "prompt": prompt, "completion": completion}).to_string()
         };
         let lines = (0..200).map(example).collect::<Vec<_>>().join("\n");

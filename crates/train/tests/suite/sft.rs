@@ -335,7 +335,7 @@ fn what_is_no_json_is_no_example() {
         let refused = load(&Args::parse(settings)).unwrap_err().to_string();
         assert!(refused.contains(told), "{refused}");
     }
-    let without = Config::from_toml("[training]\nobjective = 'sft'").unwrap_err().to_string();
+    let without = load(&Args::parse(["--set=training.objective=sft"])).unwrap_err().to_string();
     assert!(without.contains("there are no examples; set data.path"), "{without}");
 }
 
@@ -354,6 +354,8 @@ fn long_answers_are_cut_or_left_out_as_asked() {
         cut.contains("2 of more than 32 tokens truncated; 1 without an answer in what is left of them left out"),
         "{cut}"
     );
+    let unanswered = load(&Args::parse(folder.settings("model.seq_len=2"))).unwrap_err().to_string();
+    assert!(unanswered.contains("has nothing to learn: 0 examples of 0 tokens in 0 rows of 2"), "{unanswered}");
     let skipped = told("data.overlong=skip");
     assert!(skipped.contains("1 examples of 8 tokens in 1 rows of 32"), "{skipped}");
     assert!(skipped.contains("2 of more than 32 tokens left out"), "{skipped}");

@@ -16,6 +16,7 @@ use super::prelude::*;
 use crate::config::sections::Data as Settings;
 use answers::Template;
 use serde_json::Map;
+use std::iter;
 
 /// How the examples of a run become texts.
 #[derive(Debug)]
@@ -49,7 +50,7 @@ impl Examples {
             }
             [None, Some(Value::String(prompt)), Some(Value::String(completion))] => {
                 let text = format!("{prompt}{completion}");
-                let spans = vec![prompt.len()..text.len()];
+                let spans = iter::once(prompt.len()..text.len()).collect();
                 Ok(DocumentPiece::example(text, Answers { spans, templated: false }))
             }
             _ => {
