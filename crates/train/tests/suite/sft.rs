@@ -283,10 +283,9 @@ fn a_run_ends_early_and_goes_back_to_its_best_weights() {
     let best = outcome.best.expect("a validation");
     assert_eq!((outcome.steps, best.since), (best.step + 3, 3), "{outcome:?}");
     assert!(best.step < 20, "{best:?}");
-    let validated: Vec<f64> = events(&metrics)
-        .iter()
-        .filter_map(|event| (event["event"] == "validation").then(|| event["loss"].as_f64().unwrap()))
-        .collect();
+    let all = events(&metrics);
+    let validations = all.iter().filter(|event| event["event"] == "validation");
+    let validated: Vec<f64> = validations.map(|event| event["loss"].as_f64().unwrap()).collect();
     assert_eq!(validated.iter().copied().fold(f64::MAX, f64::min), best.loss);
     let mut kept: Vec<u64> = meshwork_checkpoint::steps(&dir).unwrap();
     kept.sort_unstable();
