@@ -56,8 +56,9 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LossScaleWord, LossScaling,
-    MatmulDtype, ModelKind, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, ReductionName,
-    RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord, WordOr,
+    MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord, Recomputed,
+    ReductionName, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
+    WordOr,
 };
 
 impl Config {
