@@ -12,8 +12,8 @@
 //! - **Rounds**, for little data: one member of each process has what its process has, and exchanges it with others, in
 //!   [rounds](Round) that bring everything to all. A member of n sends a few messages times log n.
 //!
-//! A sum that the library takes (see [`Reduction`]) has a barrier in rounds, in which members say what they do, and then
-//! a step in which each member sends to itself: that is the library's own reduction.
+//! A sum that the library takes (see [`Reduction`]) has a barrier in rounds, in which members say what they do, and
+//! then a step in which each member sends to itself: that is the library's own reduction.
 //!
 //! So not all members meet. Of two that disagree about the operation some neighbours do, since what a member has at the
 //! end comes from all, and each of its messages is the first to say what the sender does.
