@@ -80,3 +80,23 @@ pub(crate) fn offer(host: u64) -> Offer {
 pub(crate) fn shared(_own: &Offer, _all: &[Offer]) -> Option<&'static AtomicUsize> {
     None
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn processes_that_use_the_same_cores_have_one_count() {
+        let [a, b, mut elsewhere] = [7, 7, 8].map(offer);
+        let [at_a, at_b] = [&a, &b].map(|own| shared(own, &[elsewhere, a, b]).unwrap());
+        at_a.fetch_add(3, Ordering::Relaxed);
+        at_b.fetch_sub(1, Ordering::Relaxed);
+        assert_eq!((at_a.load(Ordering::Relaxed), at_b.load(Ordering::Relaxed)), (2, 2));
+        assert!(shared(&elsewhere, &[elsewhere, a, b]).is_none(), "nobody else is on its host");
+        // Of another container, where this is another program's number.
+        elsewhere[..2].copy_from_slice(&a[..2]);
+        elsewhere[3] = 0;
+        assert!(shared(&a, &[elsewhere, a]).is_none());
+    }
+}
