@@ -20,7 +20,7 @@ use super::settings::Settings;
 use super::words::{
     AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord,
     LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
-    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
+    Overlong, RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
     ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
@@ -492,6 +492,9 @@ sections! {
         kind: CommKind = is("auto"), Choice(CommKind::WORDS), Speed;
         /// Ranks of a process that MPI joins to others: consecutive ranks, as threads.
         ranks_per_process: usize = int(1), Count(1), Speed;
+        /// Who adds up f32 and f64 between processes. tree: meshwork, with the bits of threads. native: MPI, in an
+        /// order of its own, which canonical numerics refuse; docs/clusters.md says where it is faster.
+        reduction: ReductionName = is("tree"), Choice(ReductionName::WORDS), Rounding;
         /// The MPI library, by path or name (libmpi.so.40); unset: the one that fits the launcher, else any that is
         /// found.
         library: Option<String> = Unset, Text, Speed;

@@ -169,6 +169,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("comm.bandwidth", "", "1e9"),
     ("comm.kind", "", "threads"),
     ("comm.ranks_per_process", "", "2"),
+    ("comm.reduction", "training.numerics=fast", "native"),
     ("comm.library", "", "libmpi.so.40"),
     ("comm.log_dir", "", "{dir}/logs"),
     ("compress.activations", "parallelism.pp=2", "sign"),

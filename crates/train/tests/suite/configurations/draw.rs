@@ -831,6 +831,8 @@ impl Frame {
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "comm.kind" => one_of(rng, &["auto", "threads"]),
             "comm.ranks_per_process" => one_of(rng, &["1", "2"]),
+            "comm.reduction" if !self.canonical => one_of(rng, &["tree", "native"]),
+            "comm.reduction" => rarely(rng, 200).then(|| "native".to_owned()),
             "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
             "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
             "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),
