@@ -56,8 +56,8 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LossScaleWord, LossScaling,
-    MatmulDtype, ModelKind, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
-    TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord, WordOr,
+    MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord, Recomputed,
+    RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord, WordOr,
 };
 
 impl Config {
