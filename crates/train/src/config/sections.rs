@@ -170,6 +170,8 @@ sections! {
         z_loss_coeff: f64 = float(0.0), Number(NotNegative), Numbers, if EXPERTS;
         /// Every so many layers have experts, the last of them first.
         every_n_layers: usize = Derived("by preset, else 1"), Count(1), Model, if EXPERTS;
+        /// The first layers, of which none has experts, as in DeepSeek-V3.
+        first_dense_layers: usize = int(0), Count(0), Model, if EXPERTS;
         /// Experts that every token goes to, beside its own.
         num_shared_experts: usize = Derived("by preset, else 0"), Count(0), Model, if EXPERTS;
         /// Width inside an expert.

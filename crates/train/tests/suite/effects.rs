@@ -76,6 +76,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("moe.aux_loss_coeff", MOE, "0.5"),
     ("moe.z_loss_coeff", MOE, "0.5"),
     ("moe.every_n_layers", MOE, "2"),
+    ("moe.first_dense_layers", MOE, "1"),
     ("moe.num_shared_experts", MOE, "1"),
     ("moe.expert_hidden_size", MOE, "16"),
     ("moe.bias_update_rate", "moe.num_experts=4 moe.router=bias", "0.5"),

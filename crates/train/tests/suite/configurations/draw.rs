@@ -500,6 +500,7 @@ impl Frame {
             },
             "moe.z_loss_coeff" => one_of(rng, &["0.001"]),
             "moe.every_n_layers" => some(&rng.pick(&[1, 1, 1, 2])),
+            "moe.first_dense_layers" => some(&rng.pick(&[0, 0, 0, 1])),
             "moe.num_shared_experts" => some(&rng.pick(&[0, 0, 1, 2])),
             "moe.expert_hidden_size" => match rng.below(8) {
                 0 => some(&(1 + rng.below(12))),
