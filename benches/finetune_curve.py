@@ -41,8 +41,8 @@ def draw(events):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if point == best else 3}" fill="{COLOURS[1]}"/>'
     for index, what in enumerate(["of each step's examples", f"of examples held out; the lowest is {best[1]:.2f}, at step {best[0]}"]):
         y = TOP + 20 + 21 * index
-        yield f'<path d="M470 {y}h34" stroke="{COLOURS[index]}" stroke-width="2.5"/>'
-        yield text(514, y + 4.5, what, "start")
+        yield f'<path d="M430 {y}h34" stroke="{COLOURS[index]}" stroke-width="2.5"/>'
+        yield text(474, y + 4.5, what, "start")
     for step in range(0, steps[-1][0] + 1, 50):
         yield text(place((step, 0))[0], BOTTOM + 20, str(step))
     yield text((LEFT + RIGHT) / 2, BOTTOM + 42, "step")
