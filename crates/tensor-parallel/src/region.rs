@@ -105,6 +105,15 @@ impl Region {
         sum?.stored()
     }
 
+    /// An activation of this region in another one, where tp cuts the sequence or does not.
+    pub(crate) fn moved(self, to: Self, x: &Var) -> Result<Var> {
+        match (self.ty(Axis::Tp), to.ty(Axis::Tp)) {
+            (Ty::Shard(_), Ty::Invariant) => x.all_gather_invariant(Axis::Tp, SEQ),
+            (Ty::Invariant, Ty::Shard(_)) => x.split(Axis::Tp, SEQ),
+            _ => Ok(x.clone()),
+        }
+    }
+
     /// Keys and values `[batch, seq, ..]` of all tokens, of those that this rank has in a block.
     pub(crate) fn whole_keys(self, kv: &Var) -> Result<Var> {
         let over = self.of_tokens();

@@ -15,6 +15,7 @@ mod faults;
 mod generation;
 mod huggingface;
 mod images;
+mod lora;
 mod mesh;
 mod metrics;
 mod mutations;
