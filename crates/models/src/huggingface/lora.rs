@@ -57,7 +57,7 @@ impl Lora {
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
     }
 
-    /// Whether a linear layer of this name has an adapter.
+    /// Whether a linear layer of this whole name has an adapter.
     fn has(&self, module: &str) -> bool {
         self.targets.iter().any(|target| target == ALL_LINEAR || is_end(module, target))
     }
@@ -134,6 +134,7 @@ impl Architecture {
     /// The modules that have an adapter.
     fn targeted(&self, lora: &Lora) -> Result<Vec<Module>, Error> {
         let (can, cannot): (Vec<Module>, Vec<Module>) = self.modules()?.into_iter().partition(Module::is_adaptable);
+        let whole = |module: &Module| format!("{}{}", self.family.prefix, module.name);
         let last = |module: &Module| module.name.rsplit('.').next().unwrap_or_default().to_owned();
         let mut known = Vec::new();
         for name in can.iter().map(last) {
@@ -144,7 +145,7 @@ impl Architecture {
         let valid = format!("use some of {}, with commas, or {ALL_LINEAR}", known.join(", "));
         let refuse = |problem: String| Err(Error::Lora { problem, valid: valid.clone() });
         for target in lora.targets.iter().filter(|target| *target != ALL_LINEAR) {
-            let is_named = |modules: &[Module]| modules.iter().any(|module| is_end(&module.name, target));
+            let is_named = |modules: &[Module]| modules.iter().any(|module| is_end(&whole(module), target));
             if is_named(&cannot) {
                 return refuse(format!("{target} names matrices of experts, which take no adapter"));
             }
@@ -155,7 +156,7 @@ impl Architecture {
         if lora.targets.is_empty() {
             return refuse("there are no targets".to_owned());
         }
-        Ok(can.into_iter().filter(|module| lora.has(&module.name)).collect())
+        Ok(can.into_iter().filter(|module| lora.has(&whole(module))).collect())
     }
 
     /// The linear layers of the blocks, as `transformers` has them.

@@ -174,7 +174,7 @@ fn adapters_of_experts_are_refused() {
         ("mixtral", "w1", "q_proj, k_proj, v_proj, o_proj"),
         ("qwen3_moe", "experts.0.gate_proj", "q_proj, k_proj, v_proj, o_proj"),
     ] {
-        for mesh in ["dp=1", "dp=2,tp=2 --set parallelism.ep=2", "tp=2 --set parallelism.expert_tensor_parallel=2"] {
+        for mesh in ["dp=1", "dp=2,tp=2,ep=2", "tp=2 --set parallelism.expert_tensor_parallel=2"] {
             let refused = parse(&line(name, &format!("--mesh {mesh} --set lora.rank=2 --set lora.targets={target}")));
             let refused = refused.unwrap_err();
             let told = format!(
@@ -185,7 +185,7 @@ fn adapters_of_experts_are_refused() {
     }
     // Those of the layers around them are right.
     let (_one, one) = trained("mixtral", "dp=1", "--set training.numerics=canonical");
-    let (_cut, cut) = trained("mixtral", "dp=2,tp=2", "--set training.numerics=canonical --set parallelism.ep=2");
+    let (_cut, cut) = trained("mixtral", "dp=2,tp=2,ep=2", "--set training.numerics=canonical");
     let [one, cut] = [one, cut].map(|out| tensors(&out.join("adapter_model.safetensors")));
     assert_eq!(one, cut);
     assert!(one.keys().all(|name| name.contains("self_attn")), "{:?}", one.keys());
