@@ -289,3 +289,37 @@ fn slices_of_a_file_are_those_of_whole_tensors() {
         assert!((read - whole).abs() < 1e-9 * whole, "{name}: each element of the file once");
     }
 }
+
+/// The real `peft` reads what was exported, and computes what the merged model computes.
+#[test]
+fn peft_reads_an_exported_adapter() {
+    let Some(python) = std::env::var_os("MESHWORK_PEER_PYTHON") else {
+        eprintln!("skipped: set MESHWORK_PEER_PYTHON to a Python that has torch, transformers and peft");
+        return;
+    };
+    for (name, more) in [
+        ("llama_scaled", "--set lora.rslora=true"),
+        ("gpt2", "--set lora.targets=c_attn,mlp.c_proj"),
+        ("phi3", ""),
+        ("gpt_neox", ""),
+        ("qwen3", "--set lora.targets=q_proj,v_proj,down_proj"),
+        ("mixtral", ""),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let [adapter, merged] = ["adapter", "merged"].map(|what| {
+            let out = folder.path().join(what);
+            let mesh = if what == "merged" { "dp=1" } else { "dp=2,tp=2" };
+            let export = format!("--set checkpoint.export={} --set lora.export={what} --mesh {mesh}", out.display());
+            let numbers = "--set training.numerics=canonical --set optimizer.lr=0.1";
+            let line = line(name, &format!("{ADAMW} {numbers} --set lora.rank=2 {export} {more}"));
+            run(&parse(&line).unwrap_or_else(|error| panic!("{error}")), &Recorded::of("gpt2").data());
+            out
+        });
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/check_adapter.py");
+        let base = fixture("huggingface", name);
+        let checked = std::process::Command::new(&python).arg(script).args([base, adapter, merged]).output().unwrap();
+        let said = String::from_utf8_lossy(&checked.stdout);
+        assert!(checked.status.success(), "{name}: {said}{}", String::from_utf8_lossy(&checked.stderr));
+        print!("{name}: {said}");
+    }
+}
