@@ -78,10 +78,10 @@ pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
 }
 
 /// Removes all but `keep` of the checkpoints up to `step`, the oldest first; never the checkpoint of `step` or a later
-/// one.
-pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBuf>> {
+/// one, or the one that `stays`.
+pub(crate) fn prune(dir: &Path, step: u64, keep: usize, stays: Option<u64>) -> io::Result<Vec<PathBuf>> {
     let older = steps(dir)?.into_iter().filter(|&other| other < step).skip(keep.saturating_sub(1));
-    older.map(|step| remove(dir, step)).collect()
+    older.filter(|&step| Some(step) != stays).map(|step| remove(dir, step)).collect()
 }
 
 /// Removes a complete checkpoint: it is renamed first, so that a partly removed checkpoint never counts as complete.
@@ -144,11 +144,21 @@ mod tests {
     fn pruning_keeps_the_newest_and_never_the_later() {
         let dir = tempfile::tempdir().unwrap();
         make(dir.path(), &["step-00000010", "step-00000020", "step-00000030", "step-00000040", "step-00000090"]);
-        let removed = prune(dir.path(), 40, 2).unwrap();
+        let removed = prune(dir.path(), 40, 2, None).unwrap();
         assert_eq!(removed, [dir.path().join("step-00000020"), dir.path().join("step-00000010")]);
         assert_eq!(left(dir.path()), ["step-00000030", "step-00000040", "step-00000090"]);
-        prune(dir.path(), 40, 0).unwrap(); // keeps the checkpoint just written
+        prune(dir.path(), 40, 0, None).unwrap(); // keeps the checkpoint just written
         assert_eq!(left(dir.path()), ["step-00000040", "step-00000090"]);
+    }
+
+    #[test]
+    fn a_checkpoint_that_stays_is_kept_beside_the_newest() {
+        let dir = tempfile::tempdir().unwrap();
+        make(dir.path(), &["step-00000010", "step-00000020", "step-00000030", "step-00000040"]);
+        prune(dir.path(), 40, 2, Some(10)).unwrap();
+        assert_eq!(left(dir.path()), ["step-00000010", "step-00000030", "step-00000040"]);
+        prune(dir.path(), 40, 1, Some(30)).unwrap();
+        assert_eq!(left(dir.path()), ["step-00000030", "step-00000040"]);
     }
 
     #[test]

@@ -32,12 +32,13 @@ pub fn stored_bytes(dir: &Path, step: u64) -> io::Result<u64> {
     fs::read_dir(dir.join(folder_name(step)))?.map(|entry| Ok(entry?.metadata()?.len())).sum()
 }
 
-/// The checkpoints that may be removed before the next one is written, in this order: all but the newest intact one.
+/// The checkpoints that may be removed before the next one is written, in this order: all but the newest intact one
+/// and the one that `stays`.
 /// Later checkpoints are removed first, because they must be damaged (else the run would have resumed from them); then
 /// the oldest. If no checkpoint is known to be intact, none may be removed.
-pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
+pub(crate) fn spare(dir: &Path, whole: Option<u64>, stays: Option<u64>) -> io::Result<Vec<u64>> {
     let Some(whole) = whole else { return Ok(Vec::new()) };
-    let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole).collect();
+    let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole && Some(step) != stays).collect();
     steps.sort_unstable_by_key(|&step| (step < whole, step));
     Ok(steps)
 }
@@ -57,13 +58,14 @@ mod tests {
         for step in [10, 20, 30, 40] {
             fs::create_dir(dir.path().join(folder_name(step))).unwrap();
         }
-        assert_eq!(spare(dir.path(), Some(40)).unwrap(), [10, 20, 30]);
+        assert_eq!(spare(dir.path(), Some(40), None).unwrap(), [10, 20, 30]);
         assert_eq!(
-            spare(dir.path(), Some(20)).unwrap(),
+            spare(dir.path(), Some(20), None).unwrap(),
             [30, 40, 10],
             "the run went on from 20: later ones are damaged"
         );
-        assert!(spare(dir.path(), None).unwrap().is_empty());
+        assert_eq!(spare(dir.path(), Some(40), Some(20)).unwrap(), [10, 30]);
+        assert!(spare(dir.path(), None, None).unwrap().is_empty());
     }
 
     #[test]

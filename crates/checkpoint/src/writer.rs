@@ -40,6 +40,8 @@ pub struct Writer {
     saving: bool,
     /// The newest checkpoint that is known to be intact.
     whole: Option<u64>,
+    /// The checkpoint that stays.
+    stays: Option<u64>,
     jobs: Option<SyncSender<Job>>,
     results: Receiver<(Vec<u8>, Result<Saved, SaveError>)>,
     thread: Option<JoinHandle<()>>,
@@ -94,6 +96,7 @@ struct Job {
     metadata: Value,
     snapshot: Result<Vec<u8>, SnapshotError>,
     whole: Option<u64>,
+    stays: Option<u64>,
     began: Instant,
 }
 
@@ -151,13 +154,19 @@ impl Writer {
         };
         let thread = Builder::new().name(format!("checkpoint {rank}")).spawn(work).ok();
         let (memory, saving, jobs) = (Vec::new(), false, Some(jobs));
-        Self { plan, rank, memory, saving, whole: None, jobs, results, thread }
+        Self { plan, rank, memory, saving, whole: None, stays: None, jobs, results, thread }
     }
 
     /// Declares the checkpoint of a step intact, because the run resumes from it: if disk space is short, all others
     /// may be removed before the first checkpoint of this writer is complete.
     pub fn goes_on_from(&mut self, step: u64) {
         self.whole = Some(step);
+    }
+
+    /// Declares one checkpoint one that stays, however many newer ones there are: the best of a run. The one before it
+    /// may go. All ranks do this before the same save.
+    pub fn keeps(&mut self, step: Option<u64>) {
+        self.stays = step;
     }
 
     /// The plan of the save.
@@ -175,7 +184,14 @@ impl Writer {
     /// Starts to save a snapshot, and returns. All ranks must save the same steps; the `metadata` of rank 0 is stored.
     /// If a snapshot lacks elements that its rank writes, the save of that step fails on all ranks.
     pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
-        let job = Job { step, metadata, snapshot: snapshot.into_data(), whole: self.whole, began: Instant::now() };
+        let job = Job {
+            step,
+            metadata,
+            snapshot: snapshot.into_data(),
+            whole: self.whole,
+            stays: self.stays,
+            began: Instant::now(),
+        };
         if let Some(jobs) = &self.jobs {
             // If the thread has ended, there is no result, and the caller gets that error.
             _ = jobs.send(job);
@@ -265,7 +281,7 @@ impl Task {
 
     /// Removes the next removable checkpoint, if there is one.
     fn remove_one(&self, job: &Job) -> Option<PathBuf> {
-        let step = *room::spare(&self.dir, job.whole).ok()?.first()?;
+        let step = *room::spare(&self.dir, job.whole, job.stays).ok()?.first()?;
         folder::remove(&self.dir, step).ok()
     }
 
@@ -347,7 +363,7 @@ impl Task {
         };
         write().map_err(told(&path))?;
         let path = folder::commit(&self.dir, job.step).map_err(told(&partial))?;
-        let (removed, not_removed) = match folder::prune(&self.dir, job.step, leader.keep) {
+        let (removed, not_removed) = match folder::prune(&self.dir, job.step, leader.keep, job.stays) {
             Ok(removed) => (removed, None),
             Err(error) => (Vec::new(), Some(told(&self.dir)(error).problem)),
         };

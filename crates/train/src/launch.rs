@@ -2,9 +2,10 @@
 //!
 //! More than 400 lines: a run from top to bottom, with the text of what goes wrong on the way.
 
-use crate::checkpoint::POSITION;
+use crate::best::Best;
 use crate::checkpoint::export::{Planned, export};
-use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};
+use crate::checkpoint::run::{Continued, Files, Saver, described, go_back, resume_run};
+use crate::checkpoint::{BEST, POSITION};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, RankDevice};
@@ -41,6 +42,8 @@ pub struct Outcome {
     pub loss: Option<f64>,
     /// Text that the trained model wrote after a few tokens of the data; empty if `metrics.sample_tokens` is 0.
     pub sample: String,
+    /// The validation with the lowest loss, if there was one.
+    pub best: Option<Best>,
     /// Whether the run was asked to stop before its last step.
     pub stopped: bool,
     /// The profile of some steps, if requested.
@@ -268,14 +271,16 @@ fn run(
         reporter.notes([text]);
     }
     let mut taken = 0; // samples, since the run began or went on
+    let mut best = resumed.as_ref().and_then(Continued::best);
     if let Some(snapshots) = &snapshots {
-        let told = snapshots.take(&trainer, json!({ POSITION: data.position(taken) }))?;
+        let told = snapshots.take(&trainer, json!({ POSITION: data.position(taken), BEST: best }))?;
         reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
     }
     let mut has_replayed = false;
+    let out_of_patience = |best| Best::is_out_of_patience(best, config.training.patience);
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
-    while begun < steps && !outcome.stopped {
+    while begun < steps && !outcome.stopped && !out_of_patience(best) {
         let asked = || is_asked(stop);
         let is_due = |every: u64| every > 0 && (begun + 1).is_multiple_of(every);
         let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
@@ -296,7 +301,7 @@ fn run(
         let step = device.launches().zip(queued).map(|(now, before)| now - before);
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
-        let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
+        let mut saves = stopped || saver.as_ref().is_some_and(|saver| saver.is_due(begun, steps));
         let keeps = begun < steps && begun.is_multiple_of(config.checkpoint.peer_every.max(1));
         let snapshots = snapshots.as_ref();
         let keeps = snapshots.filter(|_| keeps);
@@ -338,13 +343,6 @@ fn run(
         if let (Some(snapshots), Some(last)) = (snapshots, reports.last()) {
             snapshots.complete(last.step);
         }
-        if let Some(snapshots) = keeps {
-            snapshots.take(&trainer, json!({ POSITION: data.position(taken) }))?;
-        }
-        if let Some(saver) = &mut saver {
-            let told = if saves { saver.save(&trainer, &data.position(taken))? } else { saver.poll() };
-            reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
-        }
         if validates && stopped {
             reporter.iter_mut().for_each(|reporter| reporter.notes([not_validated(begun)]));
         } else if validates {
@@ -356,18 +354,25 @@ fn run(
                 Some(loss) if both => validate(AtCuts::Exact)?.map(|exact| (loss, Some(exact))),
                 loss => loss.map(|loss| (loss, None)),
             };
-            match (losses, &mut reporter) {
-                (Some((loss, exact)), Some(reporter)) => reporter.validation(begun, loss, exact)?,
-                (Some(_), None) => {}
-                (None, reporter) => {
-                    outcome.stopped = true;
-                    let mut told = vec![not_validated(begun).into()];
-                    if let (Some(saver), false) = (&mut saver, saves) {
-                        told.extend(saver.save(&trainer, &data.position(taken))?);
-                    }
-                    reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
+            match losses {
+                Some((loss, exact)) => {
+                    reporter.iter_mut().try_for_each(|reporter| reporter.validation(begun, loss, exact))?;
+                    let (now, is_best) = Best::after(best, begun, loss);
+                    best = now;
+                    saves |= is_best && config.keeps_best() || out_of_patience(best);
+                }
+                None => {
+                    (outcome.stopped, saves) = (true, true);
+                    reporter.iter_mut().for_each(|reporter| reporter.notes([not_validated(begun)]));
                 }
             }
+        }
+        if let Some(snapshots) = keeps {
+            snapshots.take(&trainer, json!({ POSITION: data.position(taken), BEST: best }))?;
+        }
+        if let Some(saver) = &mut saver {
+            let told = if saves { saver.save(&trainer, &data.position(taken), best)? } else { saver.poll() };
+            reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
         }
     }
     trainer.require_finite()?; // the last update too
@@ -376,11 +381,27 @@ fn run(
         reporter.notes(told);
         reporter.end(&outcome, started, launches)?;
     }
+    let early = best.filter(|_| trainer.steps_done() < steps && out_of_patience(best));
+    let ended = early.is_some() || trainer.steps_done() >= steps;
+    if let Some(reporter) = &mut reporter {
+        reporter.notes(early.map(|best| stopped_early(trainer.steps_done(), best)));
+    }
+    outcome.best = best;
+    // Where the best weights could not be saved, those of the end are better than none.
+    if let (Some(best), Some(dir), Some(files), true, Ok(())) =
+        (best.filter(|_| config.keeps_best()), &config.checkpoint.dir, files, ended && !outcome.stopped, &saved)
+        && best.step < trainer.steps_done()
+    {
+        go_back(&mut trainer, files, (Path::new(dir), best.step), stop)?;
+        reporter.iter_mut().for_each(|reporter| {
+            reporter.notes([format!("step {}  is the best one: the run goes back to its weights", best.step)]);
+        });
+    }
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
     }
     // Also where the last state could not be saved: the model is then nowhere else.
-    if let Some(out) = config.checkpoint.export.as_ref().filter(|_| trainer.steps_done() >= steps) {
+    if let Some(out) = config.checkpoint.export.as_ref().filter(|_| ended) {
         let (step, later) = (trainer.steps_done(), config.checkpoint.dir.is_some());
         let told = if agreed(trainer.rank().world(), stop)? && later {
             format!("step {step}  not exported: the run was asked to stop. Resume it to export")
@@ -392,6 +413,12 @@ fn run(
     }
     saved.map_err(|error| RankError::Unsaved(Box::new(error)))?;
     Ok(outcome)
+}
+
+fn stopped_early(step: u64, Best { step: best, loss, since }: Best) -> String {
+    format!(
+        "step {step}  ends the run early: {since} validations in a row had no lower loss than {loss:.4} of step {best}"
+    )
 }
 
 fn not_validated(step: u64) -> String {

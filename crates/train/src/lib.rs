@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod best;
 pub mod checkpoint;
 pub mod config;
 pub mod data;
@@ -26,6 +27,7 @@ mod stop;
 mod tensorboard;
 pub mod terminal;
 
+pub use best::Best;
 pub use data::Data;
 pub use devices::{Devices, RankDevice};
 pub use error::{OutputError, RankError};

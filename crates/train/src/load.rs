@@ -87,7 +87,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
 }
 
 /// The keys by which data is read.
-const DATA: [&str; 11] = [
+const DATA: [&str; 15] = [
     "data.path",
     "data.sources",
     "data.format",
@@ -99,6 +99,10 @@ const DATA: [&str; 11] = [
     "data.beginning_of_text",
     "data.documents",
     "data.cache_dir",
+    "data.chat_template",
+    "data.date",
+    "data.overlong",
+    "training.objective",
 ];
 
 /// The fault of metrics or a timeline that would replace a file that the run reads.
@@ -211,7 +215,7 @@ fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
 /// Opens the data, and checks it against the model only if the keys that this reads are sound.
 fn open(config: &Config, settings: &mut Settings) -> Option<Data> {
     let keys = ["model.vocab_size", "model.seq_len", "validation.every", "validation.fraction"];
-    let data = data::read(&config.data)
+    let data = data::read(config)
         .and_then(|sources| if settings.sound(&keys) { Data::new(sources, config).map(Some) } else { Ok(None) });
     data.unwrap_or_else(|mut faults| {
         settings.faults.append(&mut faults);

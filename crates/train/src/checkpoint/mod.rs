@@ -18,7 +18,7 @@ mod save;
 pub use error::CheckpointError;
 pub use exchange::exchange;
 pub use resume::{Leeway, Resumed, States, resume};
-pub(crate) use resume::{read_weights, resume_into};
+pub(crate) use resume::{read_weights, resume_from, resume_into};
 pub(crate) use save::save_plan_of;
 pub use save::{save, save_plan};
 
@@ -34,6 +34,8 @@ const UPDATES: &str = "updates";
 const RUN: &str = "run";
 /// Where the run is in its data: a key of the caller's own value.
 pub(crate) const POSITION: &str = "position";
+/// The best validation so far: a key of the caller's own value.
+pub(crate) const BEST: &str = "best";
 /// The layers before the cuts of the model, in the metadata: where activations are compressed, if they are.
 pub(crate) const CUTS: &str = "cuts";
 

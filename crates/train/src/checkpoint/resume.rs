@@ -89,9 +89,21 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
     stop: &AtomicBool,
     accept: impl Fn(u64, &Value) -> Result<Leeway, E>,
 ) -> Result<Option<Resumed>, E> {
+    let steps = agreed_steps(trainer.rank().world(), dir)?;
+    resume_from(trainer, layout, (dir, &steps), stop, accept)
+}
+
+/// [`resume_into`] from the first of some checkpoints that is whole.
+pub(crate) fn resume_from<E: From<CheckpointError>>(
+    trainer: &mut Trainer,
+    layout: &[StateSlice],
+    (dir, steps): (&Path, &[u64]),
+    stop: &AtomicBool,
+    accept: impl Fn(u64, &Value) -> Result<Leeway, E>,
+) -> Result<Option<Resumed>, E> {
     let world = trainer.rank().world().clone();
     let mut passed_over = Vec::new();
-    for step in agreed_steps(&world, dir)? {
+    for &step in steps {
         let path = dir.join(folder_name(step));
         let opened = Checkpoint::open_step(dir, step);
         if let Some(damage) = agree(&world, &path, opened.as_ref().err())? {

@@ -48,7 +48,12 @@ impl Room {
             0 => left.min(1),
             every => (config.training.steps / every).saturating_sub(begun / every).max(left.min(1)),
         };
-        Ok(Some(Self { each, wanted: config.checkpoint.keep.saturating_add(1), found, saves }))
+        Ok(Some(Self {
+            each,
+            wanted: config.checkpoint.keep.saturating_add(1 + u64::from(config.keeps_best())),
+            found,
+            saves,
+        }))
     }
 
     /// The line of `--steps 0`.

@@ -1,7 +1,10 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
 use super::export::ends_of_text;
-use super::{CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_into, save, save_plan_of};
+use super::{
+    BEST, CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_from, resume_into, save, save_plan_of,
+};
+use crate::best::Best;
 use crate::config::{Change, Config, changes, of_checkpoint, permits};
 use crate::data::{Data, Position};
 use crate::peers::Restored;
@@ -40,6 +43,7 @@ impl Files {
 pub(crate) struct Saver {
     writer: Writer,
     every: u64,
+    keeps_best: bool,
     run: Value,
     /// Whether the newest state that was to be saved was not.
     failed: Option<SaveError>,
@@ -54,7 +58,8 @@ impl Saver {
             0 => Writer::lead(Lock::take(dir)?, keep, files, exchange),
             number => Writer::follow(dir, number, files, exchange),
         };
-        Ok(Self { writer, every: config.checkpoint.every, run, failed: None })
+        let (every, keeps_best) = (config.checkpoint.every, config.keeps_best());
+        Ok(Self { writer, every, keeps_best, run, failed: None })
     }
 
     /// Says from which checkpoint the run goes on.
@@ -67,12 +72,20 @@ impl Saver {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// Starts to save a trainer whose steps are complete, and where it is in its data. Returns the notes about the save
-    /// before. Weights that are not finite are refused, on all ranks.
-    pub fn save(&mut self, trainer: &Trainer, position: &Position) -> Result<Vec<Note>, CheckpointError> {
+    /// Starts to save a trainer whose steps are complete, where it is in its data, and its best validation, whose
+    /// checkpoint stays if the run keeps it. Returns the notes about the save before. Weights that are not finite are
+    /// refused, on all ranks.
+    pub fn save(
+        &mut self,
+        trainer: &Trainer,
+        position: &Position,
+        best: Option<Best>,
+    ) -> Result<Vec<Note>, CheckpointError> {
         trainer.require_finite()?;
+        self.writer.keeps(best.filter(|_| self.keeps_best).map(|best| best.step));
         let mut run = self.run.clone();
         run[POSITION] = json!(position);
+        run[BEST] = json!(best);
         let before = save(&mut self.writer, trainer, run)?;
         Ok(self.told(before))
     }
@@ -146,6 +159,11 @@ pub(crate) struct Continued {
 }
 
 impl Continued {
+    /// The best validation before.
+    pub fn best(&self) -> Option<Best> {
+        serde_json::from_value(self.resumed.run.get(BEST)?.clone()).ok().flatten()
+    }
+
     /// After a loss: of the run itself, in the same data.
     pub fn from_snapshot(Restored { step, run, .. }: Restored, data: &Data) -> Self {
         let position = serde_json::from_value(run[POSITION].clone()).ok();
@@ -192,6 +210,17 @@ pub(crate) fn resume_run(
     let (data, told) = gone_on(compared.position, data);
     notes.extend(told);
     Ok(Some(Continued { resumed, data, notes }))
+}
+
+/// Loads the checkpoint of a step of this run. Collective.
+pub(crate) fn go_back(
+    trainer: &mut Trainer,
+    files: &Files,
+    (dir, step): (&Path, u64),
+    stop: &AtomicBool,
+) -> Result<(), CheckpointError> {
+    let accept = |_, _: &Value| Ok::<_, CheckpointError>(Leeway::default());
+    resume_from(trainer, &files.layout, (dir, &[step]), stop, accept).map(|_| ())
 }
 
 /// A saved run, and the run that is to go on from it.

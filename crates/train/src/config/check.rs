@@ -7,7 +7,7 @@ use super::batch::multiple;
 use super::device::Device;
 use super::fault::Fault;
 use super::settings::Settings;
-use super::words::{DecayName, ModelKind, OffloadWord};
+use super::words::{DecayName, ModelKind, Objective, OffloadWord};
 use super::{Config, architecture, context, partition, permit};
 
 /// Adds the faults across keys to `settings`.
@@ -22,6 +22,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     check_canonical(config, settings);
     check_checkpoints(config, settings);
     check_export(config, settings);
+    check_examples(config, settings);
     check_device(config, settings);
     let (schedule, keys) =
         (&config.lr_scheduler, ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"]);
@@ -147,6 +148,18 @@ fn check_checkpoints(config: &Config, settings: &mut Settings) {
     let keys = ["checkpoint.dir", "checkpoint.resume"];
     settings.require(&keys, !checkpoint.resume || checkpoint.dir.is_some(), || {
         Fault::new(keys[1], true, "there is no folder to resume from", "set checkpoint.dir")
+    });
+}
+
+/// Examples to fine-tune on: they are packed, and must not see each other.
+fn check_examples(config: &Config, settings: &mut Settings) {
+    let sft = config.training.objective == Objective::Sft;
+    let (objective, documents) = ("training.objective", "data.documents");
+    settings.require(&[objective, documents], !sft || config.data.documents == "attention", || {
+        let problem = format!(
+            "lets examples that share a sequence see each other, or learn across their boundary ({objective} = sft)"
+        );
+        Fault::new(documents, &config.data.documents, problem, "use attention, or leave it out")
     });
 }
 

@@ -6,8 +6,8 @@ use toml::Value;
 use super::keys::{self, Condition};
 use super::settings::Settings;
 use super::words::{
-    ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
-    SavedDtype, SavedEncoding,
+    ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, Objective, OffloadWord, OptimizerName, RecomputeWord,
+    Recomputed, SavedDtype, SavedEncoding,
 };
 use super::{Config, DecayName, Elastic};
 
@@ -57,6 +57,8 @@ conditions! {
     DYNAMIC: "training.loss_scale = dynamic", ["training.loss_scale"], |c| c.training.loss_scale == LossScaling::Word(LossScaleWord::Dynamic);
 
     REPLAYS: "training.replay_every above 0", ["training.replay_every"], |c| c.training.replay_every > 0;
+
+    SFT: "training.objective = sft", ["training.objective"], |c| c.training.objective == Objective::Sft;
 
     // The update rule and its rate.
     ADAM: "optimizer.name = adamw, lamb, muon or adam8bit", ["optimizer.name"],

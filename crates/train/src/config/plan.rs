@@ -183,6 +183,11 @@ impl Config {
         })
     }
 
+    /// Whether the checkpoint of the best validation stays.
+    pub fn keeps_best(&self) -> bool {
+        self.checkpoint.best && self.validation.every > 0
+    }
+
     fn numerics(&self) -> Numerics {
         if let Some(blocks) = self.reduction_blocks() { Numerics::Canonical { blocks } } else { Numerics::Fast }
     }

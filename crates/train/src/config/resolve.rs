@@ -8,7 +8,7 @@ use super::fault::Fault;
 use super::mesh::{AXES, parse_mesh};
 use super::preset::{self, Moe, preset};
 use super::settings::Settings;
-use super::words::{Dtype, ModelKind, MoeRouter};
+use super::words::{Dtype, ModelKind, MoeRouter, Objective};
 use super::{Config, compress, conditions, context, experts, lora, mixed, partition, pretrained, schedule, size, zero};
 use meshwork_core::{pool, simd};
 use meshwork_pipeline::{Generator, by_name};
@@ -110,6 +110,8 @@ pub(super) fn derive(settings: &mut Settings) {
     let preset = preset(&settings.get::<String>("model.preset"));
     settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read
     settings.derive("data.tokenizer", &[], "bytes");
+    let packed = settings.get::<Objective>("training.objective") == Objective::Sft;
+    settings.derive("data.documents", &["training.objective"], if packed { "attention" } else { "stream" });
     let method = if settings.get::<usize>("parallelism.cp") > 1 { "all_gather" } else { "none" };
     settings.derive("parallelism.context_parallel_method", &["parallelism.cp"], method);
     settings.derive("parallelism.ring_degree", &[], int(1)); // until the heads are known

@@ -19,9 +19,9 @@ use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, secti
 use super::settings::Settings;
 use super::words::{
     AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport,
-    LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName,
-    RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression,
-    VerifySteps, VerifyWord,
+    LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
+    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
+    ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
 
@@ -246,6 +246,9 @@ sections! {
     [training] Training {
         /// Number of steps; 0 validates and reports without training.
         steps: u64 = int(100), Count(0), Output;
+        /// What is learnt. pretrain: every token of texts. sft: the answers of examples, which are JSON lines of
+        /// messages, or of a prompt and a completion; docs/finetune.md has them.
+        objective: Objective = is("pretrain"), Choice(Objective::WORDS), Numbers;
         /// Samples per step, over all ranks: dp · num_microbatches · micro_batch_size.
         global_batch_size: usize = int(16), Count(1), Numbers;
         /// Samples per micro-batch.
@@ -290,6 +293,9 @@ sections! {
         /// are compared in every step. Unless it is off, the step after a load is verified too, and before the first
         /// step the model is held against itself on one rank, and a micro-batch against its samples one by one.
         verify: VerifySteps = is("first_step"), WordOrCount(VerifyWord::WORDS), Speed;
+        /// Validations in a row without a lower loss than the best one, after which the run ends; 0: it takes all of
+        /// its steps.
+        patience: u64 = int(0), Count(0), Output, if VALIDATES;
     }
 
     /// The update rule.
@@ -367,9 +373,17 @@ sections! {
         /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a
         /// document is no target, so that nothing is learnt across the boundary. positions: also, positions start anew
         /// in each document. attention: also, tokens see only those of their own document.
-        documents: String = is("stream"), Choice(&["stream", "loss", "positions", "attention"]), Numbers;
+        documents: String = Derived("stream; with training.objective = sft: attention"), Choice(&["stream", "loss", "positions", "attention"]), Numbers;
         /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
         cache_dir: Option<String> = Unset, Text, Speed;
+        /// A file with the chat template that makes a text of messages; unset: the one of the tokenizer's folder
+        /// (chat_template.jinja, or that of tokenizer_config.json).
+        chat_template: Option<String> = Unset, Text, Data, if SFT;
+        /// The day that strftime_now of a chat template tells, as 2026-01-31; unset: the day on which the run starts.
+        date: Option<String> = Unset, Text, Data, if SFT;
+        /// What becomes of an example of more than model.seq_len tokens: truncate cuts off its end, skip leaves it out.
+        /// Both are counted and told.
+        overlong: Overlong = is("truncate"), Choice(Overlong::WORDS), Data, if SFT;
         /// Whether each epoch permutes the samples, by seed and epoch.
         shuffle: bool = ON, Switch, Numbers;
     } beside {
@@ -383,8 +397,8 @@ sections! {
         every: u64 = int(0), Count(0), Output;
         /// Batches per validation; 0 = all that fit.
         steps: u64 = int(0), Count(0), Output, if VALIDATES;
-        /// Share of each token stream, at its end, that is held out. 0: nothing, and validation reads the training
-        /// data, in their own order.
+        /// Share of each token stream, at its end, that is held out; with training.objective = sft, share of the
+        /// examples. 0: nothing, and validation reads the training data, in their own order.
         fraction: f64 = float(0.05), Double(BelowOne), Numbers, if VALIDATES;
         /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation
         /// treats them. as_trained: it compresses them too. off: they are sent as they are. both: one pass of each; the
@@ -442,6 +456,10 @@ sections! {
         peer_every: u64 = int(0), Count(0), Output, if ELASTIC;
         /// Checkpoints to keep.
         keep: u64 = int(2), Count(1), Output, if SAVES;
+        /// Whether the best one is kept too: each validation whose loss is below all before it is followed by a
+        /// checkpoint, which stays until the next such one. At its end, the run goes back to the best weights for the
+        /// sample and for export.
+        best: bool = OFF, Switch, Output, if SAVES && VALIDATES;
         /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run
         /// starts anew.
         resume: bool = OFF, Switch, Output;

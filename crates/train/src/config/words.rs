@@ -66,6 +66,8 @@ words! {
     MatmulDtype { F32 = "f32", Bf16 = "bf16" }
     /// `training.loss_scale`, unless it is a number.
     LossScaleWord { Dynamic = "dynamic" }
+    /// `training.objective`.
+    Objective { Pretrain = "pretrain", Sft = "sft" }
     /// `optimizer.name`.
     OptimizerName { Adamw = "adamw", Sgd = "sgd", Lamb = "lamb", Adafactor = "adafactor", Muon = "muon", Adam8bit = "adam8bit" }
     /// `lr_scheduler.decay`.
@@ -84,6 +86,8 @@ words! {
     EndOfTextWord { Auto = "auto", None = "none" }
     /// `data.format`.
     TextFormat { Auto = "auto", Text = "text", JsonLines = "json_lines" }
+    /// `data.overlong`.
+    Overlong { Truncate = "truncate", Skip = "skip" }
     /// `data.token_type`.
     TokenType { Auto = "auto", U8 = "u8", U16 = "u16", U32 = "u32", I32 = "i32", U64 = "u64", I64 = "i64" }
     /// `lora.export`.

@@ -18,6 +18,7 @@
 //! that counts.
 
 use super::indexed;
+use super::piece::PieceTokens;
 use super::prelude::*;
 use super::text::Texts;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
@@ -120,25 +121,29 @@ struct About {
 }
 
 /// Receives the tokens of a part of a document, and whether the document ends with it.
-type Sink<'a> = dyn FnMut(&[u32], bool) -> io::Result<()> + 'a;
+type Sink<'a> = dyn FnMut(&PieceTokens, bool) -> io::Result<()> + 'a;
 
 impl Tokenisation<'_> {
     /// The stream of some texts, from the cache if they are long, and notices about how it was made.
     pub fn stream(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
         let most = if self.tokenizer.is_bytes() { BYTES_IN_MEMORY } else { TOKENS_IN_MEMORY };
-        if texts.bytes() > most { self.cached(path, texts) } else { self.in_memory(path, texts) }
+        // Which tokens of examples are learnt has no place in an indexed dataset.
+        let caches = texts.bytes() > most && self.reading.examples.is_none();
+        if caches { self.cached(path, texts) } else { self.in_memory(path, texts) }
     }
 
     fn in_memory(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
-        let (mut tokens, mut starts): (Vec<i32>, _) = (Vec::new(), vec![0]);
-        let notices = self.run(path, texts, &mut |ids, ends| {
-            tokens.extend(ids.iter().map(|&id| id as i32));
+        let (mut tokens, mut masked, mut starts): (Vec<i32>, Vec<bool>, _) = (Vec::new(), Vec::new(), vec![0]);
+        let notices = self.run(path, texts, &mut |piece, ends| {
+            tokens.extend(piece.ids.iter().map(|&id| id as i32));
+            masked.extend_from_slice(&piece.masked);
             starts.extend(ends.then_some(tokens.len() as u64));
             Ok(())
         })?;
         starts.pop();
         starts.dedup();
-        Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts(starts.into()))?, notices))
+        let stream = Stream::new(Tokens::Memory(tokens.into()), Documents::Starts(starts.into()))?;
+        Ok((if masked.is_empty() { stream } else { stream.masked(masked) }, notices))
     }
 
     fn cached(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
@@ -206,8 +211,8 @@ impl Tokenisation<'_> {
         let part = |extension: &str| place.at(&format!("part.{extension}"));
         let began = Instant::now();
         let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
-        let told = self.run(path, texts, &mut |ids, ends| {
-            writer.add(ids)?;
+        let told = self.run(path, texts, &mut |piece, ends| {
+            writer.add(&piece.ids)?;
             if ends { writer.end_document() } else { Ok(()) }
         })?;
         writer.finish().map_err(failed)?;
@@ -254,13 +259,14 @@ impl Tokenisation<'_> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
         let mut encode = |waiting: &mut Vec<DocumentPiece>, held: &mut usize| {
-            let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).in_file(path))?;
-            for (piece, ids) in waiting.drain(..).zip(ids) {
-                let beginning = self.beginning_of_text.filter(|_| begins);
-                let end = self.end_of_text.filter(|_| piece.last);
+            let encoded = self.encode(waiting).map_err(|error| Problem::Encode(error).in_file(path))?;
+            for (piece, tokens) in waiting.drain(..).zip(encoded) {
+                let written = piece.answers.as_ref().is_some_and(|answers| answers.templated);
+                let beginning = self.beginning_of_text.filter(|_| begins && !written);
+                let end = self.end_of_text.filter(|_| piece.last && !written);
                 begins = piece.last;
-                let ids = [beginning.as_slice(), &ids, end.as_slice()].concat();
-                sink(&ids, piece.last).map_err(|error| Problem::Cache(error).in_file(path))?;
+                sink(&tokens.between(beginning, end), piece.last)
+                    .map_err(|error| Problem::Cache(error).in_file(path))?;
             }
             progress.add(std::mem::take(held));
             Ok(())
@@ -275,7 +281,7 @@ impl Tokenisation<'_> {
     }
 
     /// The ids of each piece, by all cores.
-    fn encode(&self, pieces: &[DocumentPiece]) -> Result<Vec<Vec<u32>>, String> {
+    fn encode(&self, pieces: &[DocumentPiece]) -> Result<Vec<PieceTokens>, String> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let each = pieces.len().div_ceil(threads).max(1);
         let encode = |pieces: &[DocumentPiece]| {

@@ -3,7 +3,7 @@
 use super::Data;
 use super::prelude::*;
 use super::source::Source;
-use crate::config::{Config, EndOfText, EndOfTextWord};
+use crate::config::{Config, EndOfText, EndOfTextWord, Objective};
 
 /// Ids beyond the vocabulary: of the tokenizer, or in token files.
 pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Config) -> Vec<Fault> {
@@ -101,6 +101,16 @@ pub(super) fn documents<'a>(sources: &'a [Source], config: &'a Config) -> impl I
         let valid =
             "set data.end_of_text to the id that ends a document, or data.tokenizer to one that has it, or use stream";
         Fault::new("data.documents", format!("{:?}", config.data.documents), problem, valid)
+    })
+}
+
+/// A run that takes examples, and is given none.
+pub(super) fn examples(config: &Config) -> Option<Fault> {
+    let given = config.data.path.is_some() || !config.data.sources.is_empty();
+    let objective = config.training.objective;
+    (objective != Objective::Pretrain && !given && config.training.steps > 0).then(|| {
+        let valid = "set data.path to JSON lines of them (docs/finetune.md)";
+        Fault::new("training.objective", objective, "there are no examples", valid)
     })
 }
 

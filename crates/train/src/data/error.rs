@@ -51,6 +51,18 @@ pub enum Problem {
     /// A document of JSON without its text.
     #[error("{place} has no string {key:?}{instead}")]
     NoTextField { place: String, key: String, instead: String },
+    /// An object of JSON that is no example.
+    #[error("{place} is no example: it {problem}")]
+    NoExample { place: String, problem: String },
+    /// Messages of which the chat template makes no text.
+    #[error("{place} has messages, and the chat template {problem}")]
+    Template { place: String, problem: String },
+    /// A file of another kind than JSON, where examples are read.
+    #[error("is {0}, and no examples")]
+    NoExamples(&'static str),
+    /// Examples none of which has an answer that fits.
+    #[error("has nothing to learn: {0}")]
+    NoAnswers(String),
     /// An array that is no JSON.
     #[error("is no JSON array: {0}")]
     NotArray(String),
@@ -135,6 +147,15 @@ impl Problem {
             }
             Self::NoTextField { .. } => {
                 "set data.text_key to the key of the text, or leave such documents out with data.skip_bad_lines = true"
+                    .to_owned()
+            }
+            Self::NoExample { .. } | Self::NoExamples(_) => {
+                "use one JSON object a line with messages, or with prompt and completion (docs/finetune.md)".to_owned()
+            }
+            Self::NoAnswers(_) => "use more examples, or a larger model.seq_len".to_owned(),
+            Self::Template { .. } => {
+                "use messages that the template takes, or another template in data.chat_template, or leave such examples \
+                 out with data.skip_bad_lines = true"
                     .to_owned()
             }
             Self::NotArray(_) => {

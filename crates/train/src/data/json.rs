@@ -1,6 +1,7 @@
 //! Documents in JSON: an object a line, or an array of objects or strings.
 
 use super::error::of_line;
+use super::examples::Wrong;
 use super::format::BYTE_ORDER_MARK;
 use super::piece::See;
 use super::prelude::*;
@@ -46,12 +47,12 @@ pub(super) struct JsonDocuments<'a, 'see> {
 
 impl JsonDocuments<'_, '_> {
     /// Gives a document, or leaves it out.
-    fn give(&mut self, document: Result<String, Problem>) -> Result<(), DataError> {
+    fn give(&mut self, document: Result<DocumentPiece, Problem>) -> Result<(), DataError> {
         match document {
-            Ok(text) if text.is_empty() => Ok(()),
-            Ok(text) => {
+            Ok(document) if document.text.is_empty() => Ok(()),
+            Ok(document) => {
                 self.bad.documents += 1;
-                (self.see)(DocumentPiece::whole(text))
+                (self.see)(document)
             }
             Err(problem) => self.bad.leave_out(problem.in_file(self.path), self.reading),
         }
@@ -72,22 +73,22 @@ impl JsonDocuments<'_, '_> {
             at += read as u64;
             let document = std::str::from_utf8(&bytes[mark..])
                 .map_err(|error| Problem::NotUtf8 { at: start + error.valid_up_to() as u64 })
-                .and_then(|text| self.text_of_line(line, text.trim()));
+                .and_then(|text| self.document_of_line(line, text.trim()));
             self.give(document)?;
         }
         Ok(())
     }
 
-    fn text_of_line(&self, line: u64, text: &str) -> Result<String, Problem> {
+    fn document_of_line(&self, line: u64, text: &str) -> Result<DocumentPiece, Problem> {
         if text.is_empty() {
-            return Ok(String::new());
+            return Ok(DocumentPiece::whole(String::new()));
         }
         match serde_json::from_str::<Value>(text) {
             Err(error) => Err(Problem::NotJson { line, error: of_line(&error) }),
             Ok(value) if !text.starts_with('{') => {
                 Err(Problem::NotJson { line, error: format!("it is {}", kind(&value)) })
             }
-            Ok(value) => text_of(value, || format!("line {line}"), self.reading),
+            Ok(value) => document_of(value, || format!("line {line}"), self.reading),
         }
     }
 
@@ -120,8 +121,8 @@ impl<'de> Visitor<'de> for Elements<'_, '_, '_> {
         for at in 0u64.. {
             let document = match elements.next_element()? {
                 None => break,
-                Some(Value::String(text)) => Ok(text),
-                Some(value) => text_of(value, || format!("element {at}"), documents.reading),
+                Some(Value::String(text)) if documents.reading.examples.is_none() => Ok(DocumentPiece::whole(text)),
+                Some(value) => document_of(value, || format!("element {at}"), documents.reading),
             };
             if let Err(error) = documents.give(document) {
                 *failed = Some(error);
@@ -141,6 +142,15 @@ fn kind(value: &Value) -> &'static str {
         Value::Array(_) => "an array",
         Value::Object(_) => "an object",
     }
+}
+
+/// The document of a value: an example, or a text.
+fn document_of(value: Value, place: impl Fn() -> String, reading: &Reading<'_>) -> Result<DocumentPiece, Problem> {
+    let Some(examples) = reading.examples else { return text_of(value, place, reading).map(DocumentPiece::whole) };
+    examples.read(value).map_err(|wrong| match wrong {
+        Wrong::Fields(problem) => Problem::NoExample { place: place(), problem },
+        Wrong::Template(problem) => Problem::Template { place: place(), problem },
+    })
 }
 
 /// The text of a document: of an object the string under `data.text_key`.

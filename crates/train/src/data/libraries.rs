@@ -7,7 +7,7 @@ use super::prelude::*;
 use super::special_tokens::SpecialToken;
 use meshwork_core::hash::hash;
 use std::collections::HashSet;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
 pub(super) fn gpt2() -> Opened {
@@ -37,7 +37,14 @@ pub(super) fn json(path: &Path) -> Opened {
         (format!("has a file beside it that cannot be used: {} {problem}", path.display()), valid)
     })?;
     let beginning = beginning(&tokenizer, &special);
-    Ok(Arc::new(Json { tokenizer, special, beginning, neighbours, fingerprint: hash(&bytes) }))
+    Ok(Arc::new(Json {
+        tokenizer,
+        spelled: OnceLock::new(),
+        special,
+        beginning,
+        neighbours,
+        fingerprint: hash(&bytes),
+    }))
 }
 
 /// The beginning of a text, if the tokenizer itself puts it before one.
@@ -80,6 +87,16 @@ impl Library for Gpt2 {
         if spelled { Ok(self.0.encode_with_special_tokens(text)) } else { self.encode(text) }
     }
 
+    fn encode_spelled(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>, String> {
+        let mut at = 0;
+        let place = |id: u32| {
+            let bytes = self.0.decode_bytes(&[id]).map_err(|error| error.to_string())?.len();
+            at += bytes;
+            Ok((id, at - bytes..at))
+        };
+        self.0.encode_with_special_tokens(text).into_iter().map(place).collect()
+    }
+
     fn decode(&self, ids: &[u32]) -> String {
         let bytes = ids.iter().flat_map(|&id| self.0.decode_bytes(&[id]).unwrap_or_else(|_| vec![0xff]));
         String::from_utf8_lossy(&bytes.collect::<Vec<u8>>()).into_owned()
@@ -105,6 +122,8 @@ impl std::fmt::Debug for Gpt2 {
 #[derive(Debug)]
 struct Json {
     tokenizer: tokenizers::Tokenizer,
+    /// The same that takes special tokens where a text spells them, once examples ask for it.
+    spelled: OnceLock<tokenizers::Tokenizer>,
     special: SpecialTokens,
     beginning: Option<u32>,
     neighbours: Option<Neighbours>,
@@ -165,6 +184,17 @@ impl Library for Json {
         let mut tokenizer = self.tokenizer.clone();
         tokenizer.set_encode_special_tokens(!spelled);
         Ok(tokenizer.encode_fast(text, true).map_err(|error| error.to_string())?.get_ids().to_vec())
+    }
+
+    fn encode_spelled(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>, String> {
+        let spelled = self.spelled.get_or_init(|| {
+            let mut tokenizer = self.tokenizer.clone();
+            tokenizer.set_encode_special_tokens(false);
+            tokenizer
+        });
+        let encoding = spelled.encode(text, false).map_err(|error| error.to_string())?;
+        let bytes = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+        Ok(encoding.get_ids().iter().copied().zip(bytes).collect())
     }
 
     fn decode(&self, ids: &[u32]) -> String {

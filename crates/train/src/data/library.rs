@@ -28,6 +28,9 @@ pub(super) trait Library: std::fmt::Debug + Send + Sync {
     fn encode_prompt(&self, text: &str, _spelled: bool) -> Result<Vec<u32>, String> {
         self.encode(text)
     }
+    /// The ids of `text`, each with the bytes that it stands for: special tokens where the text spells them, and none
+    /// that the tokenizer adds.
+    fn encode_spelled(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>, String>;
     /// See [`Tokenizer::decode`](super::Tokenizer::decode).
     fn decode(&self, ids: &[u32]) -> String;
     /// See [`Tokenizer::cut`](super::Tokenizer::cut).

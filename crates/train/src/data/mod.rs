@@ -5,7 +5,8 @@
 //!
 //! ```text
 //! text, JSON, folders ─────────▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
-//! .bin files of tokens, indexed datasets of Megatron ───────────────────────────────┴─▶ Stream: tokens and documents, by position
+//! .bin files of tokens, indexed datasets of Megatron ───────────────────────────────┼─▶ Stream: tokens and documents, by position
+//! examples: messages, prompts ─▶ text and answers ─▶ tokenizer ─▶ packed into rows ──┘
 //!                                                                                            ▼
 //! Data::batch(step) ◀── samples of seq_len + 1 tokens, shuffled by (seed, epoch) ◀── Mixture: which stream, and which sample of it
 //! ```
@@ -17,6 +18,7 @@ mod cache;
 mod check;
 mod documents;
 mod error;
+mod examples;
 mod format;
 mod images;
 mod indexed;
@@ -25,9 +27,11 @@ mod json;
 mod libraries;
 mod library;
 mod mixture;
+mod packing;
 mod permutation;
 mod piece;
 mod position;
+mod reading;
 mod source;
 mod special_tokens;
 mod text;
@@ -38,7 +42,8 @@ mod tokens;
 /// Items that most kinds of data use.
 mod prelude {
     pub(super) use super::error::{DataError, Problem};
-    pub(super) use super::piece::{DocumentPiece, Reading};
+    pub(super) use super::piece::DocumentPiece;
+    pub(super) use super::reading::Reading;
     pub(super) use super::special_tokens::SpecialTokens;
     pub(super) use super::tokenizer::Tokenizer;
     pub(super) use super::tokens::Tokens;
@@ -55,6 +60,8 @@ mod prelude {
 
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
 
 pub(crate) use byte_level::{END, byte_level};
 pub use error::{DataError, Problem};
@@ -64,7 +71,7 @@ pub(crate) use source::{Sources, read, split};
 pub use special_tokens::{SpecialToken, SpecialTokens};
 pub use tokenizer::{PromptTokens, Tokenizer};
 
-use crate::config::{Config, ConfigError, Fault};
+use crate::config::{Config, ConfigError, Fault, Objective};
 use documents::Documents;
 use meshwork_core::hash;
 use meshwork_models::language::{self, Boundary};
@@ -82,12 +89,20 @@ pub const MASKED: i32 = -1;
 pub(crate) struct Stream {
     tokens: Tokens,
     documents: Documents,
+    /// For each token whether it is no target; tokens behind the last are targets.
+    masked: Arc<[bool]>,
     hash: u64,
 }
 
 impl Stream {
     fn new(tokens: Tokens, documents: Documents) -> Result<Self, DataError> {
-        Ok(Self { hash: tokens.hash()?, tokens, documents })
+        Ok(Self { hash: tokens.hash()?, tokens, documents, masked: Arc::default() })
+    }
+
+    /// The same tokens, of which some are no targets. The hash tells which.
+    fn masked(self, masked: Vec<bool>) -> Self {
+        let bytes: Vec<u8> = masked.iter().map(|&masked| masked.into()).collect();
+        Self { hash: hash::combine(self.hash, hash::hash(&bytes)), masked: masked.into(), ..self }
     }
 }
 
@@ -128,7 +143,6 @@ impl SplitStream {
 pub struct Data {
     parts: Vec<SplitStream>,
     mixture: Mixture,
-    masked: Vec<bool>,
     /// Whether the first token of a document is no target.
     bounded: bool,
     /// Whether batches say where in its document each token is.
@@ -168,7 +182,7 @@ impl Data {
     /// # Errors
     /// Every fault of the data: missing, empty, too short, in another format than it says, ids beyond the vocabulary.
     pub fn open(config: &Config) -> Result<Self, ConfigError> {
-        read(&config.data).and_then(|sources| Self::new(sources, config)).map_err(|faults| ConfigError { faults })
+        read(config).and_then(|sources| Self::new(sources, config)).map_err(|faults| ConfigError { faults })
     }
 
     /// Checks streams against the model and cuts them into samples.
@@ -178,12 +192,18 @@ impl Data {
         notices.extend(check::beyond(&sources, &tokenizer, config));
         let mut faults = check::vocabulary(&sources, &tokenizer, config);
         faults.extend(check::documents(&sources, config));
+        faults.extend(check::examples(config));
         let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
         let from_text = sources.iter().any(|source| source.from_text);
         let streams = sources.into_iter().map(|source| source.stream).collect();
         let mut data =
             Self { tokenizer, from_text, notices, ..Self::from_streams(streams, mixture, config.model.seq_len) };
-        data = data.hold_out(config.validation.held_out());
+        data = match config.training.objective {
+            Objective::Pretrain => data.hold_out(config.validation.held_out()),
+            Objective::Sft => data.packed(config).map_err(|error| {
+                vec![Fault::new(names[0].0, &names[0].1, error.problem.to_string(), error.problem.valid())]
+            })?,
+        };
         if config.validation.every > 0 && config.validation.fraction == 0.0 {
             data.notices.push(
                 "validation.fraction is 0: nothing is held out, and the validation loss is one of the training data"
@@ -215,7 +235,6 @@ impl Data {
         Self {
             parts,
             mixture,
-            masked: Vec::new(),
             bounded: false,
             placed: false,
             numbered: false,
@@ -236,7 +255,8 @@ impl Data {
         let mut fnv = Fnv::default();
         tokens.iter().for_each(|id| fnv.add(&id.to_le_bytes()));
         let prompt = tokens[..tokens.len().min(PROMPT as usize)].to_vec();
-        let stream = Stream { tokens: Tokens::Memory(tokens.into()), documents: Documents::Unmarked, hash: fnv.0 };
+        let (tokens, documents, masked) = (Tokens::Memory(tokens.into()), Documents::Unmarked, Arc::default());
+        let stream = Stream { tokens, documents, masked, hash: fnv.0 };
         Self { prompt, ..Self::from_streams(vec![stream], Mixture::alone(), seq_len) }
     }
 
@@ -252,8 +272,9 @@ impl Data {
     /// unmasked tokens. Of several streams, each is masked in the same places.
     #[must_use]
     pub fn masked(mut self, mask: impl Fn(usize) -> bool) -> Self {
-        let longest = self.parts.iter().map(|part| part.stream.tokens.len()).max();
-        self.masked = (0..longest.unwrap_or(0) as usize).map(mask).collect();
+        for part in &mut self.parts {
+            part.stream.masked = (0..part.stream.tokens.len() as usize).map(&mask).collect();
+        }
         self
     }
 
@@ -265,6 +286,19 @@ impl Data {
             part.training = tokens.saturating_sub((tokens as f64 * fraction) as u64);
         }
         self
+    }
+
+    /// Packs the examples of each stream into rows, some of them for validation.
+    fn packed(mut self, config: &Config) -> Result<Self, DataError> {
+        for part in &mut self.parts {
+            let packed = packing::pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
+            if packed.training <= 1 {
+                return Err(Problem::NoAnswers(packed.told).in_file(Path::new("")));
+            }
+            self.notices.push(packed.told);
+            *part = SplitStream { stream: packed.stream, training: packed.training };
+        }
+        Ok(self)
     }
 
     /// Batches with the numbers of their samples ([`SAMPLE`]), by which a sample is known when it comes again.
@@ -358,7 +392,7 @@ impl Data {
             let before = targets.len();
             inputs.extend_from_slice(&tokens[..self.seq_len]);
             targets.extend_from_slice(&tokens[1..]);
-            let masked = (start + 1..window.end).map(|at| self.masked.get(at as usize) == Some(&true));
+            let masked = (start + 1..window.end).map(|at| stream.masked.get(at as usize) == Some(&true));
             targets[before..].iter_mut().zip(masked).filter(|(_, masked)| *masked).for_each(|(to, _)| *to = MASKED);
             if !self.bounded {
                 continue;

@@ -223,7 +223,12 @@ mod tests {
         let ids: Vec<i32> = (first..first + tokens).collect();
         let mut hash = Fnv::default();
         ids.iter().for_each(|id| hash.add(&id.to_le_bytes()));
-        Stream { tokens: Tokens::Memory(ids.into()), documents: Documents::Unmarked, hash: hash.0 }
+        Stream {
+            tokens: Tokens::Memory(ids.into()),
+            documents: Documents::Unmarked,
+            masked: Vec::new().into(),
+            hash: hash.0,
+        }
     }
 
     fn data(streams: &[(i32, i32)], weights: &[f64], seq_len: usize) -> Data {

@@ -1,14 +1,15 @@
 //! From `[data]` to streams of tokens: which files, which format, which tokenizer.
 
 use super::cache::{self, Tokenisation};
+use super::examples::Examples;
 use super::mixture::{LONGEST, Mixture};
-use super::piece::Pieces;
 use super::prelude::*;
+use super::reading::Pieces;
 use super::text::Texts;
 use super::tokens::Positioned;
 use super::{indexed, token_file};
 use crate::config::sections::Data as Settings;
-use crate::config::{EndOfText, EndOfTextWord, TokenType};
+use crate::config::{Config, EndOfText, EndOfTextWord, Objective, TokenType};
 
 /// The streams of `[data]`, before they are checked against a model.
 #[derive(Debug)]
@@ -87,8 +88,9 @@ fn requests(settings: &Settings) -> Result<(Vec<Request<'_>>, Mixture), Vec<Faul
     }
 }
 
-/// Reads the streams of `[data]`.
-pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
+/// Reads the streams of `[data]`: of texts, or of examples.
+pub(crate) fn read(config: &Config) -> Result<Sources, Vec<Fault>> {
+    let settings = &config.data;
     let requests = requests(settings);
     let (tokenizer, (requests, mixture)) = match (tokenizer(settings, requests.as_ref().ok()), requests) {
         (Ok(tokenizer), Ok(requests)) => (tokenizer, requests),
@@ -104,10 +106,13 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
         EndOfText::Word(EndOfTextWord::None) => None,
         EndOfText::Number(id) => Some(id),
     };
+    let takes_examples = config.training.objective == Objective::Sft;
+    let examples = takes_examples.then(|| Examples::open(settings)).transpose().map_err(|fault| vec![fault])?;
     let reading = Reading {
         format: settings.format,
         text_key: &settings.text_key,
         skip_bad_lines: settings.skip_bad_lines,
+        examples: examples.as_ref(),
         pieces: Pieces::default(),
     };
     let tokenisation = Tokenisation {
@@ -132,6 +137,7 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
             Err(error) => faults.push(fault(key, shown, path, &error, settings)),
         }
     }
+    notices.extend(examples.iter().flat_map(Examples::notices));
     if faults.is_empty() { Ok(Sources { sources, mixture, tokenizer, notices }) } else { Err(faults) }
 }
 
@@ -230,6 +236,10 @@ fn open(
         let tokens: Vec<i32> = ids.map(|id| id as i32).collect();
         return Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts([0].into()))?, true, Vec::new()));
     };
+    let tokens_alone = indexed::paths(path).is_some() || is_token_file(path);
+    if tokens_alone && tokenisation.reading.examples.is_some() {
+        return Err(Problem::NoExamples("tokens").in_file(path));
+    }
     if let Some((index, tokens)) = indexed::paths(path) {
         let (tokens, index) = indexed::open(&index, &tokens)?;
         return Ok((Stream::new(tokens, Documents::Indexed(index))?, false, Vec::new()));

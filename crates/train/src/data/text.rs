@@ -8,8 +8,9 @@
 
 use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
 use super::json::{Bad, JsonDocuments};
-use super::piece::{Pieces, See};
+use super::piece::See;
 use super::prelude::*;
+use super::reading::Pieces;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::time::UNIX_EPOCH;
@@ -92,6 +93,10 @@ impl Texts {
                     *skipped.entry(foreign.name.to_owned()).or_default() += 1;
                 }
                 Format::Foreign(foreign) => return Err(Problem::Foreign(foreign).in_file(file)),
+                Format::Text if reading.examples.is_some() && of_folder => {
+                    *skipped.entry("text, and no examples".to_owned()).or_default() += 1;
+                }
+                Format::Text if reading.examples.is_some() => return Err(Problem::NoExamples("text").in_file(file)),
                 Format::Text if of_folder => {
                     match plain(file, open(file)?.1, reading, &Tokenizer::BYTES, &mut |_| Ok(())) {
                         Err(DataError { problem: Problem::NotUtf8 { .. } | Problem::Nul { .. }, .. }) => {
@@ -173,7 +178,7 @@ fn plain(
             return if text.is_empty() {
                 Ok(())
             } else {
-                see(DocumentPiece { text, margins: [left_tokens, 0], last: true })
+                see(DocumentPiece { margins: [left_tokens, 0], ..DocumentPiece::whole(text) })
             };
         }
         let Some(cut) = last_cut(text, left, margin, tokenizer) else {
@@ -181,7 +186,8 @@ fn plain(
             continue;
         };
         let Cut { window, at, tokens: [before, behind] } = cut;
-        see(DocumentPiece { text: text[..window.end].to_owned(), margins: [left_tokens, behind], last: false })?;
+        let piece = DocumentPiece::whole(text[..window.end].to_owned());
+        see(DocumentPiece { margins: [left_tokens, behind], last: false, ..piece })?;
         (left, left_tokens) = (at - window.start, before);
         start += window.start as u64;
         bytes.drain(..window.start);

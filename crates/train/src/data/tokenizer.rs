@@ -6,9 +6,10 @@ use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
-use super::piece::DocumentPiece;
+use super::piece::{DocumentPiece, PieceTokens};
 use super::special_tokens::{NONE, SpecialTokens};
 use crate::config::Fault;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -60,6 +61,10 @@ impl Library for Bytes {
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(text.bytes().map(u32::from).collect())
+    }
+
+    fn encode_spelled(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>, String> {
+        Ok(text.bytes().enumerate().map(|(at, byte)| (byte.into(), at..at + 1)).collect())
     }
 
     /// Ids that are not bytes become a byte that never occurs in UTF-8 text.
@@ -190,14 +195,18 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a piece of a text: the part of the whole text's ids that does not belong to its neighbours.
-    pub(super) fn encode_piece(&self, piece: &DocumentPiece) -> Result<Vec<u32>, String> {
+    /// The tokens of a piece of a text: the part of the whole text's that does not belong to its neighbours. An example
+    /// becomes special tokens where its text spells them, as in `transformers`.
+    pub(super) fn encode_piece(&self, piece: &DocumentPiece) -> Result<PieceTokens, String> {
+        if let Some(answers) = &piece.answers {
+            return Ok(PieceTokens::of_example(self.library().encode_spelled(&piece.text)?, answers));
+        }
         let (mut ids, [before, behind]) = (self.encode(&piece.text)?, piece.margins);
         let end = ids.len().checked_sub(behind).filter(|end| *end >= before);
         let end = end.ok_or_else(|| "a piece of the text has fewer tokens than its ends".to_owned())?;
         ids.truncate(end);
         ids.drain(..before);
-        Ok(ids)
+        Ok(PieceTokens { ids, masked: Vec::new() })
     }
 
     /// The text of `ids`, for display: invalid text and unknown ids become the replacement character.

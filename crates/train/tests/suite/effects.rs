@@ -111,6 +111,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("training.max_norm", "", "0.01"),
     ("training.numerics", "", "canonical"),
     ("training.verify", "", "1"),
+    ("training.objective", "data.path={dir}/examples.jsonl", "sft"),
+    ("training.patience", VALIDATES, "9"),
     ("training.check_replicas_every", "parallelism.dp=2", "1"),
     ("training.replay_every", "parallelism.dp=2 training.numerics=canonical", "1"),
     ("training.replay_mesh", "parallelism.dp=2 training.numerics=canonical training.replay_every=1", "tp=2"),
@@ -136,6 +138,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("data.beginning_of_text", "", "7"),
     ("data.documents", "", "loss"),
     ("data.cache_dir", "", "{dir}/cache"),
+    ("data.overlong", "training.objective=sft data.path={dir}/examples.jsonl", "skip"),
     ("data.shuffle", "", "false"),
     ("validation.every", "validation.every=1", "2"),
     ("validation.steps", VALIDATES, "2"),
@@ -152,6 +155,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("checkpoint.every", "", "1"),
     ("checkpoint.peer_every", "parallelism.dp=2 parallelism.elastic=dp", "1"),
     ("checkpoint.keep", "", "3"),
+    ("checkpoint.best", VALIDATES, "true"),
     ("checkpoint.permit", "", "model"),
     ("checkpoint.on_sigterm", "", "false"),
     ("checkpoint.export", "", "{dir}/export"),
@@ -198,6 +202,8 @@ const WITHOUT: &[(&str, &str)] = &[
     ("data.skip_bad_lines", "how a file is read, which the hash of the data tells: data.rs"),
     ("data.token_type", "how a file is read, which the hash of the data tells: data.rs"),
     ("data.tokenizer", "bytes are the tokenizer of every build"),
+    ("data.chat_template", "bytes are: sft.rs, and the tests of examples"),
+    ("data.date", "what a chat template tells: the tests of examples"),
     ("checkpoint.dir", "where the checkpoints are that the second part reads"),
     ("checkpoint.resume", "what the second part does"),
     ("cuda.graphs", "the CPU has none: emulated.rs"),
@@ -247,6 +253,12 @@ impl Folder {
             fs::write(folder.path().join(name), format!("{name} has words, and more of them. ").repeat(times))
                 .expect("a text");
         }
+        let example = |at: usize| {
+            let (prompt, completion) = (format!("{}?", at % 10), "I".repeat(1 + at % 9));
+            serde_json::json!({"text": prompt, "prompt": prompt, "completion": completion}).to_string()
+        };
+        let lines = (0..200).map(example).collect::<Vec<_>>().join("\n");
+        fs::write(folder.path().join("examples.jsonl"), lines).expect("examples");
         let words = "--set parallelism.pp=2 --set pipeline.num_microbatches=4 --set pipeline.schedule=gpipe";
         let gpipe = Config::from_args(&Args::parse(words.split_whitespace())).expect("gpipe").pipeline.build(2);
         let text = gpipe.expect("a schedule").to_string().replace("schedule: gpipe", "schedule: own");

@@ -24,6 +24,7 @@ mod plan;
 mod profile;
 mod reference;
 mod replay;
+mod sft;
 mod slices;
 mod small;
 mod special_tokens;

@@ -1,4 +1,4 @@
-use super::super::piece::Pieces;
+use super::super::reading::Pieces;
 use super::super::special_tokens::{NONE, SpecialTokens};
 use super::*;
 use crate::config::TextFormat;
@@ -8,6 +8,7 @@ const READING: Reading<'_> = Reading {
     format: TextFormat::Auto,
     text_key: "text",
     skip_bad_lines: false,
+    examples: None,
     pieces: Pieces { bytes: 4 << 20, margin: 1 << 10 },
 };
 
@@ -30,6 +31,10 @@ impl super::super::library::Library for Letters {
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(text.chars().map(|letter| u32::from(letter) & 0xff).collect())
+    }
+
+    fn encode_spelled(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>, String> {
+        Ok(text.char_indices().map(|(at, letter)| (u32::from(letter) & 0xff, at..at + letter.len_utf8())).collect())
     }
 
     fn decode(&self, _: &[u32]) -> String {

@@ -2,7 +2,8 @@
 
 use crate::config::TextFormat;
 use crate::data::Tokenizer;
-use crate::data::piece::{DocumentPiece, Pieces, Reading};
+use crate::data::piece::DocumentPiece;
+use crate::data::reading::{Pieces, Reading};
 use crate::data::text::Texts;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -214,11 +215,12 @@ fn no_cut_changes_a_token(kind: &str, cuts: bool, tokenizer: &Tokenizer, file: &
         let whole = tokenizer.encode(text).unwrap();
         for (bytes, margin) in [(150, 32), (211, 64), (1000, 128)] {
             let pieces = Pieces { bytes, margin };
-            let reading = Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, pieces };
+            let reading =
+                Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, examples: None, pieces };
             let (mut ids, mut count) = (Vec::new(), 0);
             let see = |piece: DocumentPiece| {
                 count += 1;
-                ids.extend(tokenizer.encode_piece(&piece).unwrap());
+                ids.extend(tokenizer.encode_piece(&piece).unwrap().ids);
                 Ok(())
             };
             Texts::find(file).unwrap().read(&reading, tokenizer, see).unwrap();

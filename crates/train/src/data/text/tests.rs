@@ -2,7 +2,13 @@ use super::*;
 use crate::config::TextFormat;
 
 fn reading() -> Reading<'static> {
-    Reading { format: TextFormat::Auto, text_key: "text", skip_bad_lines: false, pieces: Pieces::default() }
+    Reading {
+        format: TextFormat::Auto,
+        text_key: "text",
+        skip_bad_lines: false,
+        examples: None,
+        pieces: Pieces::default(),
+    }
 }
 
 /// The texts of a file of that name and content, and what is said of it.

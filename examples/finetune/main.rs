@@ -1,0 +1,95 @@
+//! Fine-tunes a model on questions and answers, over any mesh, ends when it gets no better, and keeps its best weights.
+//!
+//! ```text
+//! cargo run --release --example finetune                              # a small Llama learns to add, on one rank
+//! cargo run --release --example finetune -- --mesh dp=2,tp=2
+//! cargo run --release --features tokenizers --example finetune -- --data chat.jsonl --set model.init_from=DIR \
+//!     --set checkpoint.dir=CHECKPOINTS --set checkpoint.best=true --set checkpoint.export=OUT
+//! ```
+//! Without `--data` it writes examples of its own: sums, each a prompt and a completion. `docs/finetune.md` has the
+//! files, the settings, and what a run prints.
+
+#[path = "../shared/output.rs"]
+mod output;
+
+use meshwork::train::config::{Args, usage};
+use meshwork::train::{load, train};
+use output::{BAD_INPUT, FAILED, fail, fail_together, show, show_fitted, tell};
+use std::fs;
+use std::io;
+use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
+
+/// The settings of this program. The command line comes behind them, and wins.
+const SETTINGS: [&str; 10] = [
+    "training.objective=sft",
+    "training.steps=400",
+    "training.patience=4",
+    "validation.every=20",
+    "validation.fraction=0.1",
+    "optimizer.lr=3e-3",
+    "optimizer.weight_decay=0",
+    "lr_scheduler.warmup_steps=20",
+    "lr_scheduler.decay=cosine",
+    "metrics.sample_tokens=48",
+];
+
+/// The folder of a run without data.
+const FOLDER: &str = "target/finetune";
+
+/// The settings of a run without data.
+const SUMS: [&str; 7] = [
+    "model.preset=llama-tiny",
+    "model.vocab_size=256",
+    "model.seq_len=128",
+    "data.path=target/finetune/sums.jsonl",
+    "checkpoint.dir=target/finetune/checkpoints",
+    "checkpoint.best=true",
+    "checkpoint.export=target/finetune/model",
+];
+
+/// 2,000 lines such as `{"prompt": "17 + 25 = ", "completion": "42."}`.
+fn sums() -> String {
+    let numbers = (0..2000u64).map(|at| (at * 7919 % 45, at * 104_729 % 53));
+    numbers.map(|(a, b)| format!("{{\"prompt\": \"{a} + {b} = \", \"completion\": \"{}.\"}}\n", a + b)).collect()
+}
+
+/// The words of the command line behind the settings of this program.
+fn words() -> io::Result<Vec<String>> {
+    let given: Vec<String> = std::env::args().skip(1).collect();
+    let has_data = given.iter().any(|word| word.starts_with("--data") || word.contains("data."));
+    let sets = |settings: &[&str]| settings.iter().map(|setting| format!("--set={setting}")).collect::<Vec<_>>();
+    if has_data || given.iter().any(|word| word == "--help") {
+        return Ok([sets(&SETTINGS), given].concat());
+    }
+    if fs::exists(FOLDER)? {
+        fs::remove_dir_all(FOLDER)?; // of the run before
+    }
+    fs::create_dir_all(FOLDER)?;
+    fs::write(format!("{FOLDER}/sums.jsonl"), sums())?;
+    Ok([sets(&SETTINGS), sets(&SUMS), given].concat())
+}
+
+fn main() -> ExitCode {
+    let args = match words() {
+        Ok(words) => Args::parse(words),
+        Err(error) => return fail(FAILED, &format_args!("{FOLDER}: {error}")),
+    };
+    if args.help {
+        return show_fitted(&usage("cargo run --release --example finetune --"));
+    }
+    let (config, data) = match load(&args) {
+        Ok(loaded) => loaded,
+        Err(error) => return fail(BAD_INPUT, &error),
+    };
+    config.notices.iter().for_each(|notice| tell(&format_args!("note: {notice}")));
+    match train(&config, &data, args.metrics.as_deref(), &AtomicBool::new(false)) {
+        Err(error) => fail_together(&config, &error),
+        Ok(outcome) => {
+            let best = outcome.best.map_or(String::new(), |best| {
+                format!("the lowest validation loss was {:.4}, after step {}\n", best.loss, best.step)
+            });
+            show(&format_args!("{best}{}\n", outcome.sample))
+        }
+    }
+}
