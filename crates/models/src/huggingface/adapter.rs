@@ -80,6 +80,9 @@ impl Lora {
             })
         };
         let (rank, alpha, dropout) = (number("r", 8.0), number("lora_alpha", 8.0), number("lora_dropout", 0.0));
+        if rank < 1.0 || rank.fract() != 0.0 {
+            problems.push(format!("r is {rank}, no rank"));
+        }
         let targets: Vec<String> = match &config["target_modules"] {
             Value::String(word) if word == super::lora::ALL_LINEAR => vec![word.clone()],
             Value::Array(names) => names.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect(),

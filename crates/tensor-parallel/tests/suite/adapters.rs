@@ -166,3 +166,25 @@ fn a_result_of_another_type_is_not_added() {
     );
     program.over_axis(1, &[Input::new("x", &[BATCH, SEQ, HIDDEN], Ty::Invariant, integer)]);
 }
+
+/// The reference of a preference loss: the frozen model, without a copy of it.
+#[test]
+fn a_tape_without_adapters_computes_the_frozen_layer() {
+    let program = Program::new(
+        integer,
+        |params: &mut Declarations, mesh: &Mesh| {
+            params.adapting(&adapters(&[None]), |params| {
+                ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), false, ZEROS)
+            })
+        },
+        |up, tape, v| {
+            let plain = up.forward(tape, &v[0].copy(Axis::Tp)?)?;
+            let adapted = || up.adapted(tape, plain.clone(), &v[0], Region::INVARIANT);
+            let (without, with) = (tape.without_adapters(adapted)?, adapted()?);
+            assert_eq!(without.tensor().to_vec::<f32>()?, plain.tensor().to_vec::<f32>()?);
+            assert_ne!(with.tensor().to_vec::<f32>()?, plain.tensor().to_vec::<f32>()?);
+            Ok(with)
+        },
+    );
+    program.over_axis(2, &[Input::new("x", &[BATCH, SEQ, HIDDEN], Ty::Invariant, integer)]);
+}

@@ -118,7 +118,7 @@ fn a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
     }
 }
 
-/// A tape without adapters computes the frozen model: what a run without them computes.
+/// Training starts from the model itself.
 #[test]
 fn an_adapter_that_is_zero_changes_no_number() {
     let loss = |more: &str| {
