@@ -178,10 +178,10 @@ impl DecoderConfig {
         if let Some(over) = self.qk_norm {
             attention = attention.with_norms(params, over, self.norm_eps)?;
         }
-        Ok(Attention::Grouped(match self.score_scale {
+        Ok(Attention::Grouped(Box::new(match self.score_scale {
             Some(scale) => attention.with_scale(scale),
             None => attention,
-        }))
+        })))
     }
 }
 
@@ -231,7 +231,7 @@ struct Block {
 #[derive(Clone, Debug)]
 enum Attention {
     Fused(ParallelAttention),
-    Grouped(ParallelGroupedAttention),
+    Grouped(Box<ParallelGroupedAttention>),
 }
 
 impl Block {

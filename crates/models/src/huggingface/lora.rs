@@ -213,7 +213,8 @@ fn of_b(part: &TensorPart, held: &Held, rank: usize, tensor: String) -> TensorPa
     let rows: usize = part.shape.iter().product::<usize>() / inputs;
     let fixed = held.matrix.and_then(|_| matrices.numbering(dims.len()).next());
     let kept: Vec<usize> = (0..outputs).filter(|dim| Some(*dim) != fixed).collect();
-    let ranges: Vec<Range<usize>> = kept.iter().map(|&dim| part.ranges[dim].clone()).chain([0..rank]).collect();
+    let ranges: Vec<Range<usize>> =
+        kept.iter().map(|&dim| part.ranges[dim].clone()).chain(std::iter::once(0..rank)).collect();
     let strides = kept.iter().map(|&dim| row(part.strides[dim]) * rank).chain([1]).collect();
     TensorPart::of(tensor, &[rows, rank], ranges, row(part.start) * rank, strides)
 }
