@@ -90,37 +90,3 @@ impl Drop for Metered {
         self.meter.shrink(self.bytes, self.category);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The error states the purpose of the memory and its current holders, and a failed allocation is not counted.
-    #[test]
-    fn memory_that_the_system_lacks_is_an_error_that_says_what_holds_it() {
-        let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());
-        let _held = memory(&arena, &meter, 4096, false).unwrap();
-        let error = memory(&arena, &meter, usize::MAX / 4, false).unwrap_err();
-        assert!(matches!(&error, Error::OutOfMemory { bytes, .. } if *bytes == (usize::MAX / 4) as u64), "{error}");
-        assert!(error.to_string().contains("device cpu: the system has no memory for it"), "{error}");
-        assert!(error.to_string().contains("this rank's buffers hold other 4.0 KiB"), "{error}");
-        assert_eq!(meter.live_bytes(), 4096);
-    }
-
-    #[test]
-    fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
-        let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());
-        let mut first = memory(&arena, &meter, 1000, false).unwrap();
-        first.memory.as_mut_slice().fill(7);
-        assert_eq!(meter.live_bytes(), 1000);
-        drop(first);
-        assert_eq!((meter.live_bytes(), meter.peak_bytes()), (0, 1000));
-        let second = memory(&arena, &meter, 900, true).unwrap();
-        assert_eq!(arena.system_allocations(), 1);
-        assert!(second.memory.as_slice().iter().all(|&byte| byte == 0));
-        // A request that is too small does not take the large block.
-        drop(second);
-        let _small = memory(&arena, &meter, 64, false).unwrap();
-        assert_eq!(arena.system_allocations(), 2);
-    }
-}

@@ -216,34 +216,3 @@ impl Attention for Cpu {
         })
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Precision;
-    use meshwork_tensor::random::{fill_normal, key};
-
-    const NONE: AttentionMasks<'static> =
-        AttentionMasks { dropout: None, documents: None, window: None, runs: None, cap: None };
-
-    /// Both directions compute in the precision of the device, the gradient from the same saved results.
-    #[test]
-    fn the_precision_is_that_of_the_device() -> Result<()> {
-        let shape = AttentionShape { batch: 1, seq: 9, heads: 2, head_dim: 5 };
-        let [f32, bf16] = [Precision::F32, Precision::Bf16].map(Cpu::new);
-        let qkv = f32.output::<f32>(270, |x| fill_normal(key(0, "qkv"), 0, x))?;
-        let dout = f32.output::<f32>(90, |x| fill_normal(key(0, "dout"), 0, x))?;
-        let (out, lse) = f32.causal(shape, &qkv, NONE)?;
-        let results = [&f32, &bf16].map(|device| {
-            let (there, _) = device.causal(shape, &qkv, NONE)?;
-            let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, NONE)?;
-            Ok([there.as_slice::<f32>()?.to_vec(), back.as_slice::<f32>()?.to_vec()])
-        });
-        let [exact, rounded]: [Result<[Vec<f32>; 2]>; 2] = results;
-        for (exact, rounded) in exact?.iter().zip(rounded?) {
-            let error = exact.iter().zip(&rounded).map(|(exact, rounded)| (exact - rounded).abs()).fold(0.0, f32::max);
-            assert!((1e-4..0.1).contains(&error), "{error} off");
-        }
-        Ok(())
-    }
-}

@@ -3,7 +3,10 @@
 
 mod crash;
 mod damage;
+mod exchange;
 mod faults;
+mod lock;
+mod plan;
 mod save_and_read;
 #[path = "../world/mod.rs"]
 mod world;

@@ -82,10 +82,10 @@ pub use stored::StoredAs;
 pub use tiles::{Tiled, Tiles};
 
 /// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
-const FORWARD_KEYS: usize = 256;
+pub const FORWARD_KEYS: usize = 256;
 
 /// Queries and keys in a block of the backward, an even number: two such squares take a quarter of a common L2 cache.
-const BLOCK: usize = 128;
+pub const BLOCK: usize = 128;
 
 /// Distance between rows of the backward's squares of scores: one vector longer than a row, so that rows do not all map
 /// to the same sets of the L1 cache.
@@ -395,6 +395,3 @@ fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usiz
     let edge = move |piece: usize| range.start + piece * range.len() / pieces;
     (0..pieces).map(move |piece| edge(piece)..edge(piece + 1))
 }
-
-#[cfg(test)]
-mod tests;

@@ -3,17 +3,16 @@
 //! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices of
 //! larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add the
 //! blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product that
-//! contains it (tested below), alone or [shared](gemm_shared) by any number of threads. The two implementations may
-//! differ from each other. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
+//! contains it, alone or [shared](gemm_shared) by any number of threads. The two implementations may differ from each
+//! other. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
 //!
 //! More than 400 lines: the assertions of the entry points are the requirements of the unsafe calls below, and both are
 //! read together.
 
 mod few_rows;
 mod reduction_blocks;
-#[cfg(test)]
-mod tests;
 
+pub use super::gemm::FEW_ROWS;
 pub use super::update::{Strides, Update};
 pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
@@ -75,6 +74,16 @@ pub fn gemm<T: Float>(factors: Factors<'_, T>, c: (&mut [T], Strides), update: U
     serial(factors, None, c, update, Epilogue::Nothing);
 }
 
+/// [`gemm`] over `matrixmultiply`, with the bits that it has where the CPU has neither AVX-512 nor AVX2. Panics as
+/// [`gemm`] does.
+pub fn gemm_portable<T: Float>(factors: Factors<'_, T>, (c, strides): (&mut [T], Strides), update: Update) {
+    factors.check();
+    check_c(factors.dims, strides, c.len());
+    // SAFETY: A, B and C lie inside their slices, strides fit isize, elements of C do not overlap, and C is borrowed
+    // mutably, so it overlaps neither A nor B.
+    unsafe { portable(factors, (c.as_mut_ptr(), strides), update) }
+}
+
 /// Products with fewer multiplications are not shared: at 50 per ns they take 80 µs, of which waking a thread and
 /// separate packing would be a large part.
 const SHARED: usize = 1 << 22;
@@ -107,12 +116,19 @@ pub fn gemm_shared<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Updat
     if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
         serial(factors, None, (c, (n, 1)), update, epilogue);
     } else {
-        cut(threads, factors, c, update, epilogue);
+        gemm_cut(threads, factors, c, update, epilogue);
     }
 }
 
-/// [`gemm_shared`] for a product of at least one element and term, cut for `threads` threads.
-fn cut<T: Float>(threads: usize, factors: Factors<'_, T>, c: &mut [T], update: Update, mut epilogue: Epilogue<'_, T>) {
+/// [`gemm_shared`] as it is cut for `threads` threads, for a product of at least one element and term of any size. The
+/// bits are the same.
+pub fn gemm_cut<T: Float>(
+    threads: usize,
+    factors: Factors<'_, T>,
+    c: &mut [T],
+    update: Update,
+    mut epilogue: Epilogue<'_, T>,
+) {
     factors.check();
     let Factors { precision, dims: [m, n, k], a, b } = factors;
     assert_inside("C", m, n, (n, 1), c.len());
@@ -316,8 +332,7 @@ fn serial<T: Float>(
 ) {
     let Factors { precision, dims: [m, n, k], a, b } = factors;
     factors.check();
-    assert_inside("C", m, n, c.1, c.0.len());
-    assert_apart(m, n, c.1);
+    check_c(factors.dims, c.1, c.0.len());
     assert!(packed.is_none_or(|packed| packed.dims == [k, n]), "B: dims of the packed one");
     epilogue.check(m, n, c.1.0);
     let by_rows_only = packed.is_some() || !matches!(epilogue, Epilogue::Nothing);
@@ -443,6 +458,12 @@ impl<T: Float> gemm::Finish<T> for Finish<T> {
     }
 }
 
+/// Asserts that C lies inside a slice of `len` elements, and that its elements are apart.
+fn check_c([m, n, _]: [usize; 3], strides: Strides, len: usize) {
+    assert_inside("C", m, n, strides, len);
+    assert_apart(m, n, strides);
+}
+
 /// Asserts that a `rows` by `columns` matrix lies inside a slice of `len` elements, and that its strides fit `isize`.
 fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len: usize) {
     assert!(
@@ -507,5 +528,34 @@ impl Product for f64 {
     fn sums() -> &'static LocalKey<Sums<f64>> {
         thread_local!(static SUMS: Sums<f64> = const { RefCell::new(Vec::new()) });
         &SUMS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Products that are cut along every dim.
+    #[test]
+    fn large_operands_are_packed_in_parts() {
+        assert_eq!(at_once(1152, 384), (384, 1152));
+        assert_eq!(at_once(50_304, 768), (768, 3072));
+        assert_eq!(at_once(768, 50_304), (2816, 768));
+        let (terms, columns) = at_once(3100, 1300);
+        assert!(terms < 1300 && columns < 3100);
+    }
+
+    /// Every thread has the same number of blocks, whichever limit (number, size or rows) applies.
+    #[test]
+    fn every_thread_has_as_many_blocks() {
+        for dims in
+            [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
+        {
+            for threads in [1, 2] {
+                let (m, rows) = (dims[0], rows(threads, dims));
+                assert_eq!(m.div_ceil(rows) % threads, 0, "{dims:?}: blocks of {rows} rows for {threads} threads");
+                assert!(rows >= ROWS && m / rows < m.div_ceil(ROWS), "{dims:?}: {rows} rows");
+            }
+        }
     }
 }

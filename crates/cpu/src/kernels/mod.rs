@@ -5,8 +5,8 @@
 //! `f64` serves finite differences. Kernels are serial; the caller parallelises.
 //!
 //! **The bits of an output element depend only on the terms of its own sum and their order**, never on how many rows,
-//! columns, heads or samples are computed with it, nor on the element's place among them. A test beside each kernel
-//! computes parts alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over
+//! columns, heads or samples are computed with it, nor on the element's place among them. The tests in `tests/kernels`
+//! compute parts alone and compare them with `==`. Sums along a row follow the order stated in [`reduce`]; sums over
 //! rows (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls
 //! give the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself,
 //! and then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`):
@@ -30,7 +30,6 @@ mod float;
     allow(dead_code, unused_imports, unused_variables, unused_unsafe, unreachable_code)
 )]
 mod gemm;
-pub(crate) mod reduce;
 
 pub mod attention;
 pub mod channel_norm;
@@ -43,6 +42,7 @@ pub mod matmul;
 pub mod norm;
 pub mod permutation;
 pub mod pointwise;
+pub mod reduce;
 pub mod reduction;
 pub mod relu;
 pub mod round;
@@ -61,7 +61,13 @@ mod prelude {
     pub(super) use std::{cell::RefCell, ops::Range};
 }
 
-#[cfg(test)]
-mod oracle;
-
 pub use float::Float;
+
+/// Standard normal values, the same for the same name, for tests of what is private.
+#[cfg(test)]
+fn values(name: &str, len: usize) -> Vec<f32> {
+    use meshwork_tensor::random::{fill_normal, key};
+    let mut out = vec![0.0; len];
+    fill_normal(key(0, name), 0, &mut out);
+    out
+}

@@ -12,14 +12,14 @@ const LANES: usize = 16;
 
 /// Computes `sum_i f(x[i])`.
 #[inline(always)]
-pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
+pub fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     let [sum] = inlined!(sums, (x, x, x), |x, _, _| [f(x)]);
     sum
 }
 
 /// `K` sums in one pass, `sum_i f(x[i], y[i], z[i])`, for rows of one length.
 #[inline(always)]
-pub(super) fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [T; K] {
+pub fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> [T; K]) -> [T; K] {
     assert!(x.len() == y.len() && x.len() == z.len(), "rows of one length");
     let blocks = x.chunks(BLOCK).zip(y.chunks(BLOCK)).zip(z.chunks(BLOCK));
     let mut totals = [0.0; K];
@@ -65,7 +65,7 @@ fn add_rest<T: Float, const K: usize>(
 
 /// The largest element, minus infinity for an empty row. A NaN may be missed here; the following sums notice it.
 #[inline(always)]
-pub(super) fn max<T: Float>(x: &[T]) -> T {
+pub fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [T::NEG_INFINITY; LANES];
     let (whole, rest) = x.as_chunks::<LANES>();
     for x in whole {
@@ -91,7 +91,7 @@ fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
 const SQUARES: usize = 32;
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
-pub(crate) fn sum_of_squares(x: &[f32]) -> f64 {
+pub fn sum_of_squares(x: &[f32]) -> f64 {
     wide!({
         let mut lanes = [0_f64; SQUARES];
         let (whole, rest) = x.as_chunks::<SQUARES>();
@@ -105,47 +105,4 @@ pub(crate) fn sum_of_squares(x: &[f32]) -> f64 {
         }
         lanes.iter().sum()
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::oracle::values;
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn integer_sums_are_exact(x in prop::collection::vec(-1000..1000_i32, 0..5000)) {
-            let row: Vec<f32> = x.iter().map(|&v| v as f32).collect();
-            prop_assert_eq!(sum(&row, |v| v), x.iter().sum::<i32>() as f32);
-            prop_assert_eq!(sums(&row, &row, &row, |a, b, c| [a - b, b + c]), [0.0, 2.0 * sum(&row, |v| v)]);
-            let largest = x.iter().max().map_or(f32::NEG_INFINITY, |&v| v as f32);
-            prop_assert_eq!(max(&row), largest);
-        }
-    }
-
-    /// The documented order, spelled out with its own numbers.
-    #[test]
-    fn the_order_is_the_documented_one() {
-        for rest in 0..100 {
-            let x: Vec<f32> = values("order", 1024 + rest);
-            let block = |x: &[f32]| {
-                let lane = |l: usize| x.iter().skip(l).step_by(16).fold(0.0, |a, b| a + b);
-                let by_8 = |l: usize| lane(l) + lane(l + 8);
-                let by_4 = |l: usize| by_8(l) + by_8(l + 4);
-                let by_2 = |l: usize| by_4(l) + by_4(l + 2);
-                f64::from(by_2(0) + by_2(1))
-            };
-            assert_eq!(sum(&x, |v| v), (block(&x[..1024]) + block(&x[1024..])) as f32, "{rest}");
-        }
-    }
-
-    /// 2^20 equal terms: a plain f32 sum would be off by 1e-3 or more.
-    #[test]
-    fn long_sums_stay_accurate() {
-        let x = vec![0.1_f32; 1 << 20];
-        let exact = f64::from(0.1_f32) * x.len() as f64;
-        let relative = (f64::from(sum(&x, |v| v)) - exact).abs() / exact;
-        assert!(relative <= 68.0 * 2_f64.powi(-24), "{relative}");
-    }
 }

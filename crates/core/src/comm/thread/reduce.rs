@@ -270,8 +270,8 @@ pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Part<'_>], into: &mut [
         let elements = PhantomData::<T>;
         match op {
             ReduceOp::Sum => (Parts { f: T::sum, parts, into, rounded, elements }).wide(),
-            ReduceOp::Max => (Parts { f: T::max, parts, into, rounded, elements }).wide(),
-            ReduceOp::Min => (Parts { f: T::min, parts, into, rounded, elements }).wide(),
+            ReduceOp::Max => (Parts { f: T::max, parts, into, rounded, elements }).run(),
+            ReduceOp::Min => (Parts { f: T::min, parts, into, rounded, elements }).run(),
         }
     }
     match dtype {

@@ -349,10 +349,11 @@ impl Plan {
     ///
     /// As for [`Plan::run`]; `T` is the type of the elements.
     unsafe fn reduce<T: Reduce>(&self, piece: &WorkPiece) {
+        // Sums alone are long: maxima and minima are of statistics, and do without wider vectors of their own.
         match self.reduce {
             ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
-            ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
-            ReduceOp::Min => Reduction::<T, _> { plan: self, piece, f: T::min, elements: PhantomData }.wide(),
+            ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.run(),
+            ReduceOp::Min => Reduction::<T, _> { plan: self, piece, f: T::min, elements: PhantomData }.run(),
         }
     }
 }
@@ -371,23 +372,23 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
     #[inline(always)]
     fn run(self) {
         let (sources, mut scratch) = (self.piece.sources.clone(), Scratch::default());
-        let rest = self.piece.count % BLOCK;
-        let whole = self.piece.count - rest;
-        for start in (0..whole).step_by(BLOCK) {
-            // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are whole
-            // elements. In place, the range is also written, but only in `put`, after the last use of this block, and
-            // by no other piece.
-            let read = |rank: usize| unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() };
-            reduce::tree(self.f, read, sources.clone(), &mut scratch, |result| self.put(result, start, BLOCK));
+        let count = self.piece.count;
+        let whole = count - count % BLOCK;
+        let mut last = vec![[T::zeroed(); BLOCK]; if whole < count { sources.len() } else { 0 }];
+        for (block, rank) in last.iter_mut().zip(sources.clone()) {
+            // SAFETY: in range and alive as in `copy`, for the elements that there are.
+            unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), count - whole) };
         }
-        if rest > 0 {
-            let mut blocks = vec![[T::zeroed(); BLOCK]; sources.len()];
-            for (block, rank) in blocks.iter_mut().zip(sources.clone()) {
-                // SAFETY: in range and alive as above, for the `rest` elements that there are.
-                unsafe { std::ptr::copy_nonoverlapping(self.source(rank, whole), block.as_mut_ptr(), rest) };
-            }
-            let read = |rank: usize| &blocks[rank - sources.start];
-            reduce::tree(self.f, read, sources.clone(), &mut scratch, |result| self.put(result, whole, rest));
+        for start in (0..count).step_by(BLOCK) {
+            let read = |rank: usize| match start < whole {
+                // SAFETY: in range and alive as in `copy`; aligned, because blocks are to 64 bytes and offsets are
+                // whole elements. In place, the range is also written, but only in `put`, after the last use of this
+                // block, and by no other piece.
+                true => unsafe { &*self.source(rank, start).cast::<[T; BLOCK]>() },
+                false => &last[rank - sources.start],
+            };
+            let put = |result: &[T; BLOCK]| self.put(result, start, BLOCK.min(count - start));
+            reduce::tree(self.f, read, sources.clone(), &mut scratch, put);
         }
     }
 }

@@ -293,7 +293,7 @@ impl Masks<'_> {
 
 impl Groups {
     /// Every head is its own group.
-    pub(super) fn alone(dims: Dims) -> Self {
+    pub fn alone(dims: Dims) -> Self {
         Groups { size: 1, kv_heads: dims.heads, first: 0 }
     }
 
@@ -328,5 +328,38 @@ impl Dims {
 
     pub(super) fn scale<T: Float>(&self) -> T {
         T::from_f64(1.0 / (self.head_dim as f64).sqrt())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Tiled;
+    use super::*;
+    use meshwork_tensor::Precision;
+
+    /// From every group to the one after it, in both layouts.
+    #[test]
+    fn the_next_group_is_where_it_starts() {
+        let d = Dims::new([2, 5, 6, 4]);
+        let groups = Groups { size: 2, kv_heads: 5, first: 1 };
+        for (groups, layout) in [(Groups::alone(d), Layout::fused(d)), (groups, Layout::apart(d, groups))] {
+            let call = Call {
+                tiles: f64::tiles(Precision::F32),
+                dims: d,
+                groups,
+                layout,
+                angles: None,
+                masks: Masks::default(),
+            };
+            let all: Vec<_> = groups.each(d).collect();
+            for pair in all.windows(2) {
+                let whole = call.parts(pair[0], false)[0].0;
+                let ([q, k, v], [next_q, next_k, next_v]) = (call.starts(pair[0], whole), call.starts(pair[1], whole));
+                let out = call.out_start(pair[1], whole) - call.out_start(pair[0], whole);
+                let next = call.parts(pair[0], true)[0].1.unwrap();
+                assert_eq!((next.distance, next.rows), ([next_q - q, next_k - k, out], d.seq));
+                assert_eq!(next_v - v, next_k - k);
+            }
+        }
     }
 }

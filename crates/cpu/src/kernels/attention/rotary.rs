@@ -79,14 +79,20 @@ pub fn turn<T: Float>(angles: Angles<'_, T>, dims: [usize; 4], x: &[T], turned: 
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::oracle::{assert_close, values};
+    use super::super::super::values;
     use super::*;
+
+    fn assert_close(got: &[f64], want: &[f64], tolerance: f64) {
+        assert_eq!(got.len(), want.len());
+        let near = |(got, want): (&f64, &f64)| (got - want).abs() <= tolerance * want.abs().max(1.0);
+        assert!(got.iter().zip(want).all(near), "{got:?} instead of {want:?}");
+    }
 
     /// Pairs are rotated by their angles, and back to their original values; other elements do not change.
     #[test]
     fn pairs_turn_and_turn_back() {
         let (seq, head_dim, row) = (5, 6, 9);
-        let x: Vec<f64> = values("x", seq * row);
+        let x: Vec<f64> = values("x", seq * row).into_iter().map(f64::from).collect();
         let angle = |i: usize, pair: usize| i as f64 * 0.7_f64.powi(pair as i32);
         let angles: Vec<f64> = (0..seq)
             .flat_map(|i| (0..head_dim).map(move |e| (e, angle(i, e % 3))))

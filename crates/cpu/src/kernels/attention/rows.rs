@@ -172,14 +172,13 @@ fn load(x: &[f32; VECTOR]) -> __m512 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::oracle::values;
-    use crate::kernels::reduce;
+    use crate::kernels::{reduce, values};
 
     /// Every variant is bitwise identical to `reduce.rs`.
     #[test]
     fn dots_follow_the_order_of_reduce() {
         for len in [1, 16, 40, 64, 256] {
-            let (x, y): (Vec<f32>, Vec<f32>) = (values("x", len), values("y", len));
+            let (x, y) = (values("x", len), values("y", len));
             let whole = len / VECTOR * VECTOR;
             let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
             let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);

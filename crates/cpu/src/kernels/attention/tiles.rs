@@ -67,9 +67,17 @@ pub struct Tiles<T> {
     dot: unsafe fn(&[T], &[T]) -> T,
 }
 
+impl Tiles<f32> {
+    /// All kinds of tiles that this CPU has for a precision: the fastest first, plain loops last.
+    pub fn all(precision: Precision) -> Vec<Tiles<f32>> {
+        let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
+        paths.map(vectors).chain([plain(precision)]).collect()
+    }
+}
+
 /// An element type that attention computes in.
 pub trait Tiled: Float + StoredAs<Self> {
-    #[doc(hidden)]
+    /// The fastest tiles that this CPU has for a precision.
     fn tiles(precision: Precision) -> Tiles<Self>;
 }
 
@@ -381,10 +389,4 @@ fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row)
 }
 
 #[cfg(test)]
-impl Tiles<f32> {
-    /// All kinds of tiles for a precision that this CPU runs, the best first, the plain loops last.
-    pub(super) fn all(precision: Precision) -> Vec<Tiles<f32>> {
-        let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
-        paths.map(vectors).chain([plain(precision)]).collect()
-    }
-}
+mod tests;

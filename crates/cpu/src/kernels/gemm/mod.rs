@@ -119,9 +119,9 @@ pub(super) const K_BLOCK: usize = 256;
 /// width.
 pub(super) const N_BLOCK: usize = 768;
 
-/// Up to this many rows, the cost of a product is reading B. A tile's width of B is packed for all terms, so that its
-/// rows are read from end to end and the packed part stays in the L1 cache.
-pub(super) const FEW_ROWS: usize = 16;
+/// Up to this many rows of A, the cost of a product is reading B. A tile's width of B is packed for all terms, so that
+/// its rows are read from end to end and the packed part stays in the L1 cache.
+pub const FEW_ROWS: usize = 16;
 
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;

@@ -4,7 +4,7 @@
 //!
 //! More than 400 lines: one oracle, and the cases by which it tests every path, precision and layout.
 
-use super::super::oracle::values;
+use super::super::values;
 use super::*;
 
 const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];

@@ -1,6 +1,5 @@
 //! Sliding windows, against the equations and against calls without one.
 
-use super::super::*;
 use super::grouped::Case;
 use super::*;
 

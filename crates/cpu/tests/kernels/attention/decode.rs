@@ -1,9 +1,7 @@
 //! New tokens after cached ones, against the whole sequence at once.
 
-use super::super::*;
 use super::grouped::Case;
-use super::{PRECISIONS, elements, values};
-use proptest::prelude::*;
+use super::*;
 
 proptest! {
     /// A sequence in passes of any number of tokens has the bits of the whole sequence, whatever window there is, and

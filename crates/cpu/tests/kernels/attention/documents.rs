@@ -1,11 +1,7 @@
 //! Packed sequences, against their documents one by one.
 
-use super::super::super::oracle::values;
-use super::super::*;
 use super::grouped::Case;
-use super::{PRECISIONS, dropout, elements};
-use meshwork_tensor::Precision;
-use proptest::prelude::*;
+use super::*;
 
 /// The positions of documents of these lengths; the first document begins at position `begun`.
 fn positions(lengths: &[usize], begun: usize) -> Vec<i32> {

@@ -1,12 +1,7 @@
 //! Grouped heads and angles, against the heads one by one.
 
-use super::super::super::Float;
-use super::super::super::oracle::{assert_close, check_gradient, dot, values, widen};
-use super::super::*;
-use super::{PRECISIONS, dropout, elements, masks, naive, naive_backward, naive_in, part, to_bf16};
+use super::*;
 use meshwork_core::tree;
-use meshwork_tensor::Precision;
-use proptest::prelude::*;
 
 /// Shapes, groups, and whether positions rotate the rows.
 #[derive(Clone, Copy, Debug)]

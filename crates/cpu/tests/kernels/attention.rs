@@ -1,12 +1,14 @@
-//! More than 400 lines: one oracle, and the shapes, precisions and masks at which every path is compared with it.
+//! Attention against its equations, and against itself: other heads, samples and positions change no bit. One oracle,
+//! and the shapes, precisions and masks at which every path is compared with it.
 
-use super::super::Float;
-use super::super::gemm::rounded;
-use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
-use super::*;
+use super::oracle::{assert_close, check_gradient, dot, rounded, values, widen};
+use meshwork_cpu::kernels::Float;
+use meshwork_cpu::kernels::attention::*;
+use meshwork_cpu::kernels::dropout::Mask;
 use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
 use proptest::prelude::*;
+use std::ops::Range;
 
 mod decode;
 mod documents;
@@ -342,13 +344,13 @@ fn sums_follow_the_stated_order() {
         let d = Dims::new([1, 2 * FORWARD_KEYS + 40, 1, 3]);
         let qkv: Vec<f32> = values("qkv", 3 * elements(d));
         let at = |i: usize, part: usize| qkv[(i * 3 + part) * d.head_dim..][..d.head_dim].iter().copied().map(round);
-        let last = d.seq - 1;
+        let (last, scale) = (d.seq - 1, (1.0 / (d.head_dim as f64).sqrt()) as f32);
         let fused = Tiles::all(precision).len() > 1;
         let add = |a: f32, b: f32, sum: f32| if fused { a.mul_add(b, sum) } else { sum + a * b };
         let scores: Vec<f32> =
             (0..=last).map(|j| at(last, 0).zip(at(j, 1)).fold(0.0, |sum, (q, k)| add(q, k, sum))).collect();
         let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let e: Vec<f32> = scores.iter().map(|s| Float::exp((s - max) * d.scale::<f32>())).collect();
+        let e: Vec<f32> = scores.iter().map(|s| Float::exp((s - max) * scale)).collect();
         let inverse =
             1.0 / e.chunks(FORWARD_KEYS).map(|e| e.iter().fold(0.0, |sum, e| sum + e)).fold(0.0, |a, b: f32| a + b);
         let values: Vec<Vec<f32>> = (0..=last).map(|j| at(j, 2).collect()).collect();
@@ -363,45 +365,5 @@ fn sums_follow_the_stated_order() {
             .collect();
         let [out, _] = run_in(f32::tiles(precision), d, &qkv, None);
         assert_eq!(&out[last * d.head_dim..], &want, "{precision:?}");
-    }
-}
-
-/// From every group to the one after it, in both layouts.
-#[test]
-fn the_next_group_is_where_it_starts() {
-    let d = Dims::new([2, 5, 6, 4]);
-    let groups = Groups { size: 2, kv_heads: 5, first: 1 };
-    for (groups, layout) in [(Groups::alone(d), Layout::fused(d)), (groups, Layout::apart(d, groups))] {
-        let call =
-            Call { tiles: f64::tiles(Precision::F32), dims: d, groups, layout, angles: None, masks: masks(None) };
-        let all: Vec<_> = groups.each(d).collect();
-        for pair in all.windows(2) {
-            let whole = call.parts(pair[0], false)[0].0;
-            let ([q, k, v], [next_q, next_k, next_v]) = (call.starts(pair[0], whole), call.starts(pair[1], whole));
-            let out = call.out_start(pair[1], whole) - call.out_start(pair[0], whole);
-            let next = call.parts(pair[0], true)[0].1.unwrap();
-            assert_eq!((next.distance, next.rows), ([next_q - q, next_k - k, out], d.seq));
-            assert_eq!(next_v - v, next_k - k);
-        }
-    }
-}
-
-/// Rows of a left operand stay rows when they are rounded: one or two terms per word, the first in the upper half.
-#[test]
-fn rows_of_words_hold_the_rounded_terms() {
-    let rows = 19;
-    for tiles in Tiles::all(Precision::Bf16) {
-        let terms_of_word = 2 * tiles.lanes / tiles.left_len([tiles.lanes, 2]);
-        for len in [1, 2, 15, 16, 17, 31, 32, 33, 64, 127] {
-            let terms: Vec<f32> = values("terms", rows * (len + 1));
-            let mut words = vec![f32::NAN; tiles.left_len([rows, len])];
-            tiles.left([rows, len], (&terms, (len + 1, 1)), &mut words);
-            let upper = |x: f32| rounded(x).to_bits() >> 16;
-            for (terms, words) in terms.chunks(len + 1).zip(words.chunks(len.div_ceil(terms_of_word))) {
-                for (pair, word) in terms[..len].chunks(terms_of_word).zip(words) {
-                    assert_eq!(word.to_bits(), upper(pair[0]) << 16 | pair.get(1).map_or(0, |&x| upper(x)), "{len}");
-                }
-            }
-        }
     }
 }

@@ -3,9 +3,14 @@
 //!
 //! More than 400 lines: every path of a product is compared with the same formula.
 
-use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
-use super::MatmulOperand::{Full, Rounded};
-use super::*;
+use super::oracle::{assert_close, check_gradient, dot, rounded, values, widen};
+use half::bf16;
+use meshwork_cpu::kernels::Float;
+use meshwork_cpu::kernels::matmul::MatmulOperand::{Full, Rounded};
+use meshwork_cpu::kernels::matmul::*;
+use meshwork_cpu::kernels::round::Stored;
+use meshwork_cpu::kernels::{gelu, pointwise, swiglu};
+use meshwork_tensor::Precision;
 use meshwork_tensor::tape::Terms;
 use proptest::prelude::*;
 
@@ -116,17 +121,16 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
 fn portable_products_have_the_bits_of_the_whole() {
     let product = |precision, [m, n, k]: [usize; 3], a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>, update| {
         let mut c = vec![1.0; m * n];
-        let factors = factors(precision, [m, n, k], a, b);
-        factors.check();
-        // SAFETY: A and B have been checked; C is dense.
-        unsafe { portable(factors, (c.as_mut_ptr(), (n, 1)), update) };
+        gemm_portable(factors(precision, [m, n, k], a, b), (&mut c, (n, 1)), update);
         c
     };
     for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate() {
         let precision = if i < 4 { Precision::F32 } else { Precision::Bf16 };
         let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
         let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
-        let wide = |x: &[f32]| x.iter().map(|x| x.in_precision(precision).to_f64()).collect::<Vec<f64>>();
+        let wide = |x: &[f32]| {
+            x.iter().map(|x| if precision == Precision::Bf16 { rounded(*x) } else { *x }.to_f64()).collect::<Vec<f64>>()
+        };
         let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
         for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
             let whole = product(precision, [m, n, k], Full(&a, (k, 1)), Full(&b, (n, 1)), update);
@@ -215,7 +219,7 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
                 _ => Epilogue::Swiglu(to),
             };
             if threads > 1 && k > 0 {
-                cut(threads, factors(precision, dims, left, right), &mut c, update, after);
+                gemm_cut(threads, factors(precision, dims, left, right), &mut c, update, after);
             } else {
                 gemm_shared(factors(precision, dims, left, right), &mut c, update, after);
             }
@@ -293,8 +297,7 @@ fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
     let (a, b) = ([Full(&a, (k, 1)), Rounded(&rounded_a, (k, 1))], [Full(&b, (1, k)), Rounded(&rounded_b, (1, k))]);
     let product = |a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>| {
         let mut c = vec![f32::NAN; m * n];
-        // SAFETY: all matrices are dense.
-        unsafe { portable(factors(Precision::Bf16, [m, n, k], a, b), (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };
+        gemm_portable(factors(Precision::Bf16, [m, n, k], a, b), (&mut c, (n, 1)), Update::Overwrite);
         c
     };
     let want = product(a[0], b[0]);
@@ -321,29 +324,6 @@ fn rounded_factors_are_refused_by_products_of_f64() {
 #[should_panic(expected = "results in f64 are not stored in bf16")]
 fn results_in_f64_are_not_rounded() {
     gelu::bias_gelu(&[0.0_f64; 2], &[0.0; 2], Stored::Bf16(&mut [bf16::ZERO; 2]));
-}
-
-/// Products that are cut along every dim.
-#[test]
-fn large_operands_are_packed_in_parts() {
-    assert_eq!(at_once(1152, 384), (384, 1152));
-    assert_eq!(at_once(50_304, 768), (768, 3072));
-    assert_eq!(at_once(768, 50_304), (2816, 768));
-    let (terms, columns) = at_once(3100, 1300);
-    assert!(terms < 1300 && columns < 3100);
-}
-
-/// Every thread has the same number of blocks, whichever limit (number, size or rows) applies.
-#[test]
-fn every_thread_has_as_many_blocks() {
-    for dims in [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
-    {
-        for threads in [1, 2] {
-            let (m, rows) = (dims[0], rows(threads, dims));
-            assert_eq!(m.div_ceil(rows) % threads, 0, "{dims:?}: blocks of {rows} rows for {threads} threads");
-            assert!(rows >= ROWS && m / rows < m.div_ceil(ROWS), "{dims:?}: {rows} rows");
-        }
-    }
 }
 
 #[test]
@@ -414,7 +394,7 @@ fn few_rows_have_the_bits_of_many() {
                 c
             };
             let many = product(m);
-            for few in [1, 2, 5, gemm::FEW_ROWS, gemm::FEW_ROWS + 1] {
+            for few in [1, 2, 5, FEW_ROWS, FEW_ROWS + 1] {
                 assert!(product(few) == many[..few * n], "{precision:?}, {few} rows, {blocks} blocks");
             }
         }

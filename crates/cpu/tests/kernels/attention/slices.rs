@@ -1,10 +1,7 @@
 //! Queries that are some of the tokens, against those of the whole sequence.
 
-use super::super::*;
 use super::grouped::Case;
-use super::{PRECISIONS, assert_close, dropout, elements, values};
-use meshwork_tensor::Precision;
-use proptest::prelude::*;
+use super::*;
 
 /// The rows of some tokens of each sample, of a tensor `[batch, seq, ..]`.
 fn rows<T: Copy>(x: &[T], [batch, seq]: [usize; 2], tokens: &Range<usize>) -> Vec<T> {

@@ -1,0 +1,60 @@
+//! The device's memory and precision.
+
+use super::oracle::values;
+use meshwork_core::{Buffer, DType};
+use meshwork_cpu::Cpu;
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape};
+use meshwork_tensor::{Device, Error, Precision, Result};
+
+/// The error states the purpose of the memory and its current holders, and a failed allocation is not counted.
+#[test]
+fn memory_that_the_system_lacks_is_an_error_that_says_what_holds_it() {
+    let cpu = Cpu::default();
+    let _held = cpu.alloc(DType::U8, 4096).unwrap();
+    let error = cpu.alloc(DType::U8, usize::MAX / 4).unwrap_err();
+    assert!(matches!(&error, Error::OutOfMemory { bytes, .. } if *bytes == (usize::MAX / 4) as u64), "{error}");
+    assert!(error.to_string().contains("device cpu: the system has no memory for it"), "{error}");
+    assert!(error.to_string().contains("this rank's buffers hold other 4.0 KiB"), "{error}");
+    assert_eq!(cpu.meter().live_bytes(), 4096);
+}
+
+#[test]
+fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
+    let cpu = Cpu::default();
+    let mut first = cpu.alloc(DType::U8, 1000).unwrap();
+    first.as_bytes_mut().unwrap().fill(7);
+    assert_eq!(cpu.meter().live_bytes(), 1000);
+    drop(first);
+    assert_eq!((cpu.meter().live_bytes(), cpu.meter().peak_bytes()), (0, 1000));
+    let second = cpu.zeros(DType::U8, 900).unwrap();
+    assert_eq!(cpu.system_allocations(), 1);
+    assert!(second.as_bytes().unwrap().iter().all(|&byte| byte == 0));
+    // A request that is too small does not take the large block.
+    drop(second);
+    let _small = cpu.alloc(DType::U8, 64).unwrap();
+    assert_eq!(cpu.system_allocations(), 2);
+}
+
+const NONE: AttentionMasks<'static> =
+    AttentionMasks { dropout: None, documents: None, window: None, runs: None, cap: None };
+
+/// Both directions compute in the precision of the device, the gradient from the same saved results.
+#[test]
+fn the_precision_is_that_of_the_device() -> Result<()> {
+    let shape = AttentionShape { batch: 1, seq: 9, heads: 2, head_dim: 5 };
+    let [f32, bf16] = [Precision::F32, Precision::Bf16].map(Cpu::new);
+    let qkv = Buffer::from_vec(values::<f32>("qkv", 270));
+    let dout = Buffer::from_vec(values::<f32>("dout", 90));
+    let (out, lse) = f32.causal(shape, &qkv, NONE)?;
+    let results = [&f32, &bf16].map(|device| {
+        let (there, _) = device.causal(shape, &qkv, NONE)?;
+        let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, NONE)?;
+        Ok([there.as_slice::<f32>()?.to_vec(), back.as_slice::<f32>()?.to_vec()])
+    });
+    let [exact, rounded]: [Result<[Vec<f32>; 2]>; 2] = results;
+    for (exact, rounded) in exact?.iter().zip(rounded?) {
+        let error = exact.iter().zip(&rounded).map(|(exact, rounded)| (exact - rounded).abs()).fold(0.0, f32::max);
+        assert!((1e-4..0.1).contains(&error), "{error} off");
+    }
+    Ok(())
+}
