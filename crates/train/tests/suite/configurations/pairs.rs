@@ -84,7 +84,7 @@ const FACTORS: [Factor; 13] = [
     ("adapters", &[
         ("none", &[]),
         ("of all", &[("model.kind", "llama"), ("lora.rank", "2")]),
-        ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,down_proj")]),
+        ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,o_proj")]),
     ]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),
     ("optimizer", &[
