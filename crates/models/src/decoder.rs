@@ -170,7 +170,8 @@ impl DecoderConfig {
     ) -> Result<Attention> {
         let (hidden, heads, bias) = (self.hidden_size, self.num_heads, self.attention_bias);
         if self.fused_qkv {
-            return Ok(Attention::Fused(ParallelAttention::new(params, mesh, name, hidden, heads, bias.input, init)?));
+            let fused = ParallelAttention::new(params, mesh, name, hidden, heads, bias.input, init)?;
+            return Ok(Attention::Fused(Box::new(fused)));
         }
         let rotary = self.window_rotary.filter(|_| self.window(layer).is_some()).or(self.rotary);
         let of = GroupedHeads { heads, kv_heads: self.num_kv_heads, head_dim: self.head_features(), rotary };
@@ -230,7 +231,7 @@ struct Block {
 
 #[derive(Clone, Debug)]
 enum Attention {
-    Fused(ParallelAttention),
+    Fused(Box<ParallelAttention>),
     Grouped(Box<ParallelGroupedAttention>),
 }
 
