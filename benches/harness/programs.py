@@ -117,6 +117,8 @@ class Programs:
         mpi = ROOT / "target" / "mpi" / "openmpi"
         command = self.command(text, size, threads=max(cores // processes, 1))
         root = {"TERM": "dumb", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if cores == os.cpu_count():
+            del command.environment["MESHWORK_THREADS"]  # then a rank that waits leaves its core to the other processes
         command.environment |= {"OPAL_PREFIX": str(mpi), "LD_LIBRARY_PATH": str(mpi / "lib"), **root}
         launch = [mpi / "bin" / "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(processes)]
         command.argv = [*launch, *command.argv, "--set", "metrics.sample_tokens=0"]

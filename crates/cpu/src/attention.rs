@@ -79,12 +79,7 @@ impl LastAngles {
         if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
             return angles.clone();
         }
-        let frequencies: Vec<f64> = (0..head_dim / 2).map(|pair| rotary.frequency(pair, head_dim)).collect();
-        let row = |position: usize| {
-            let angles = frequencies.iter().map(move |frequency| position as f64 * frequency);
-            angles.clone().map(f64::cos).chain(angles.map(f64::sin))
-        };
-        let angles = Buffer::from_vec((0..seq).flat_map(row).map(T::from_f64).collect::<Vec<T>>());
+        let angles = Buffer::from_vec(rotary.table(seq, head_dim).map(T::from_f64).collect::<Vec<T>>());
         *last = Some((rotary, head_dim, angles.clone()));
         angles
     }

@@ -8,6 +8,7 @@
 //! logits = cap(norm(x) · W_headᵀ)
 //!
 //! Attn(x) = softmax(mask(cap(s · turn(n_q(x Wqᵀ + b_q)) · turn(n_k(x Wkᵀ + b_k))ᵀ))) (x Wvᵀ + b_v) · Woᵀ + b_o
+//!           with latent vectors norm(x Wdqᵀ) in place of x in queries, norm(x Wdkvᵀ) in keys and values
 //! MLP(x)  = f(x Wupᵀ + b_up) · Wdownᵀ + b_down,  gated  (f(x Wgateᵀ) · (x Wupᵀ)) · Wdownᵀ,  or experts
 //! ```
 //!
@@ -24,7 +25,9 @@ use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::{GroupedHeads, Mask};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
+use meshwork_tensor_parallel::{
+    ParallelAttention, ParallelGroupedAttention, ParallelLatentAttention, VocabParallelEmbedding,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -174,6 +177,12 @@ impl DecoderConfig {
             return Ok(Attention::Fused(Box::new(fused)));
         }
         let rotary = self.window_rotary.filter(|_| self.window(layer).is_some()).or(self.rotary);
+        let rotary = rotary.map(|rotary| rotary.of_length(self.seq_len));
+        if let Some(of) = self.latent {
+            let turned = (rotary, self.score_scale);
+            let latent = ParallelLatentAttention::new(params, mesh, name, hidden, of, turned, init)?;
+            return Ok(Attention::Latent(Box::new(latent)));
+        }
         let of = GroupedHeads { heads, kv_heads: self.num_kv_heads, head_dim: self.head_features(), rotary };
         let mut attention = ParallelGroupedAttention::new(params, mesh, name, hidden, of, bias, init)?;
         if let Some(over) = self.qk_norm {
@@ -233,6 +242,7 @@ struct Block {
 enum Attention {
     Fused(Box<ParallelAttention>),
     Grouped(Box<ParallelGroupedAttention>),
+    Latent(Box<ParallelLatentAttention>),
 }
 
 impl Block {
@@ -266,20 +276,18 @@ impl Block {
     fn attend(&self, tape: &Tape, normed: &Var, residual: Option<&Var>, sequences: Sequences<'_>) -> Result<Var> {
         let (Sequences { region, context, .. }, p) = (sequences, self.dropout);
         let mask = Mask { cap: self.cap, ..sequences.mask(self.window) };
+        let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| match context {
+            None => q.grouped_attention(kv, rotary, mask, dropout),
+            Some(context) => context.attend(q, kv, rotary, mask, dropout),
+        };
         match (&self.attention, context) {
             (Attention::Fused(fused), None) => fused.forward(tape, normed, region, residual, mask, p),
-            (Attention::Fused(fused), Some(context)) => {
-                let attend =
-                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
+            (Attention::Fused(fused), Some(_)) => {
+                let attend = |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| attend(q, kv, None, dropout);
                 fused.forward_by(tape, normed, region, residual, attend, p)
             }
-            (Attention::Grouped(grouped), None) => grouped.forward(tape, normed, region, residual, mask, p),
-            (Attention::Grouped(grouped), Some(context)) => {
-                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, mask, dropout)
-                };
-                grouped.forward_by(tape, normed, region, residual, attend, p)
-            }
+            (Attention::Grouped(grouped), _) => grouped.forward_by(tape, normed, region, residual, attend, p),
+            (Attention::Latent(latent), _) => latent.forward_by(tape, normed, region, residual, attend, p),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What decoders differ in, as data: each field is a part of the [equation](crate::decoder) of a layer.
 
 use meshwork_tensor::op::{MlpKind, Rotary};
-use meshwork_tensor_parallel::{AttentionBias, NormOver};
+use meshwork_tensor_parallel::{AttentionBias, LatentHeads, NormOver};
 
 /// The sizes of a decoder, and what its family does in its own way: each field is a part of the
 /// [equation](crate::decoder) of a layer.
@@ -39,6 +39,8 @@ pub struct DecoderConfig {
     pub qk_norm: Option<NormOver>,
     /// Whether queries, keys and values are one product with as many heads each, which do not turn.
     pub fused_qkv: bool,
+    /// Latent vectors from which queries, keys and values come, if they do, and the features of heads then.
+    pub latent: Option<LatentHeads>,
     /// The biases of attention.
     pub attention_bias: AttentionBias,
     /// The biases of feed-forward networks.
@@ -47,6 +49,8 @@ pub struct DecoderConfig {
     pub rotary: Option<Rotary>,
     /// Another rotary embedding of the layers that have the window.
     pub window_rotary: Option<Rotary>,
+    /// Whether files have the two features of a pair that turns next to each other, not in two halves of a head.
+    pub interleaved: bool,
     /// The factor of scores. `None`: 1/√head_dim.
     pub score_scale: Option<f64>,
     /// The soft cap of scores: `cap · tanh(score / cap)`.
@@ -144,10 +148,12 @@ pub const GPT2: DecoderConfig = DecoderConfig {
     norm_eps: 1e-5,
     qk_norm: None,
     fused_qkv: true,
+    latent: None,
     attention_bias: AttentionBias { input: true, output: true },
     mlp_bias: true,
     rotary: None,
     window_rotary: None,
+    interleaved: false,
     score_scale: None,
     score_cap: None,
     logit_cap: None,

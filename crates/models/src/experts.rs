@@ -28,6 +28,8 @@ pub struct ExpertsConfig {
     pub moe: MoeConfig,
     /// Every so many layers have experts, the last of them first: with 2 layers 1, 3, .. (from 0), as in GShard.
     pub every_n_layers: usize,
+    /// The first layers, of which none has experts.
+    pub first_dense_layers: usize,
     /// Shared experts beside the routed ones.
     pub num_shared_experts: usize,
     /// Inner features of each expert.
@@ -39,7 +41,7 @@ pub struct ExpertsConfig {
 impl ExpertsConfig {
     /// Whether a layer has experts.
     pub fn has(&self, layer: usize) -> bool {
-        (layer + 1).is_multiple_of(self.every_n_layers.max(1))
+        layer >= self.first_dense_layers && (layer + 1).is_multiple_of(self.every_n_layers.max(1))
     }
 
     /// Layers with experts among the first `layers`.

@@ -197,8 +197,7 @@ impl ParallelGroupedAttention {
     /// The same with scores times `scale`, in place of 1/√head_dim.
     #[must_use]
     pub fn with_scale(self, scale: f64) -> Self {
-        let factor = scale * (self.of.head_dim as f64).sqrt();
-        Self { scale: (factor != 1.0).then_some(factor), ..self }
+        Self { scale: query_factor(scale, self.of.head_dim), ..self }
     }
 
     /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` are documents, a window or both.
@@ -272,6 +271,13 @@ impl ParallelGroupedAttention {
         }
         k.unsqueeze(2)?.concat(&v.unsqueeze(2)?, 2)
     }
+}
+
+/// The factor of queries whose scores are multiplied by `scale` where attention multiplies them by 1/√head_dim, if it
+/// is not one.
+pub(crate) fn query_factor(scale: f64, head_dim: usize) -> Option<f64> {
+    let factor = scale * (head_dim as f64).sqrt();
+    (factor != 1.0).then_some(factor)
 }
 
 /// Refuses groups of heads that tp would cut unevenly.

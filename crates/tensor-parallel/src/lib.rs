@@ -4,13 +4,15 @@
 
 mod adapter;
 mod attention;
+mod latent_attention;
 mod linear;
 mod mlp;
 mod region;
 mod vocab;
 
 pub use attention::{AttentionBias, NormOver, ParallelAttention, ParallelGroupedAttention};
-pub use linear::{ColumnLinear, RowLinear};
+pub use latent_attention::{LatentHeads, ParallelLatentAttention};
+pub use linear::{ColumnLinear, ReplicatedLinear, RowLinear};
 pub use mlp::ParallelMlp;
 pub use region::Region;
 pub use vocab::VocabParallelEmbedding;

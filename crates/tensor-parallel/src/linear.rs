@@ -1,4 +1,4 @@
-//! Column- and row-parallel linear layers over structural dims.
+//! Column- and row-parallel linear layers over structural dims, and one that is whole on every rank.
 
 use crate::Region;
 use crate::adapter::LowRank;
@@ -114,6 +114,28 @@ impl ColumnLinear {
             Some(_) => self.forward(tape, x)?.swiglu(),
             None => x.linear_swiglu(&tape.param(self.weight)?, 1),
         }
+    }
+}
+
+/// `Y = X · Wᵀ` with a weight that is whole on every rank of tp: each rank computes the tokens that it has in the
+/// region between blocks, in which both X and Y are. For results of few features, as latent vectors are, where a cut
+/// would save little work and cost a collective.
+#[derive(Clone, Copy, Debug)]
+pub struct ReplicatedLinear {
+    weight: ParamId,
+}
+
+impl ReplicatedLinear {
+    /// Declares `{name}.weight` `[output, input]`, whole.
+    pub fn new(params: &mut Declarations, name: &str, input: usize, output: usize, init: Init) -> Result<Self> {
+        let (name, group) = (format!("{name}.weight"), ParamGroup::hidden(Matrices::new(0, 1)));
+        let weight = params.declare_in(name, &[output, input], Placement::replicated(), Role::Weight, init, group)?;
+        Ok(Self { weight })
+    }
+
+    /// `x [.., input]` → `[.., output]`, of the same types.
+    pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        x.linear(&tape.param(self.weight)?, 1)
     }
 }
 

@@ -114,6 +114,16 @@ impl Region {
         }
     }
 
+    /// A value in this region for a layer whose weights are whole on every rank of tp, and the region that it is in
+    /// then. In canonical numerics every rank of tp has the tokens of all, because the gradient of such a weight would
+    /// be a sum over their slices.
+    pub(crate) fn for_whole_weights(self, x: &Var) -> Result<(Var, Self)> {
+        match (x.tape().reduction_blocks(), self.ty(Axis::Tp)) {
+            (Some(_), Ty::Shard(_)) => Ok((x.all_gather_invariant(Axis::Tp, SEQ)?, self.with(Axis::Tp, false))),
+            _ => Ok((x.clone(), self)),
+        }
+    }
+
     /// Keys and values `[batch, seq, ..]` of all tokens, of those that this rank has in a block.
     pub(crate) fn whole_keys(self, kv: &Var) -> Result<Var> {
         let over = self.of_tokens();

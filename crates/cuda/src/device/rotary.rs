@@ -52,12 +52,7 @@ impl CudaDevice {
         if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
             return Ok(angles.clone());
         }
-        let frequencies: Vec<f64> = (0..head_dim / 2).map(|pair| rotary.frequency(pair, head_dim)).collect();
-        let row = |position: usize| {
-            let angles = frequencies.iter().map(move |frequency| position as f64 * frequency);
-            angles.clone().map(f64::cos).chain(angles.map(f64::sin))
-        };
-        let angles: Vec<f32> = (0..seq).flat_map(row).map(|angle| angle as f32).collect();
+        let angles: Vec<f32> = rotary.table(seq, head_dim).map(|angle| angle as f32).collect();
         let angles = self.uploaded(&Buffer::from_vec(angles), false)?;
         *last = Some((rotary, head_dim, angles.clone()));
         Ok(angles)

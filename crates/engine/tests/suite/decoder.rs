@@ -51,8 +51,14 @@ fn windowed() -> [Arc<dyn Model>; 2] {
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.
 fn experts(router: RouterKind) -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
-    let experts =
-        ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 24, over_tp: false };
+    let experts = ExpertsConfig {
+        moe,
+        every_n_layers: 1,
+        first_dense_layers: 0,
+        num_shared_experts: 1,
+        expert_hidden_size: 24,
+        over_tp: false,
+    };
     Arc::new(Gpt2::new(gpt2_config()).with_experts(Some(experts)))
 }
 

@@ -49,8 +49,14 @@ fn gpt2_with(router: RouterKind, dropout: f32) -> Gpt2 {
         jitter: 0.05,
         ..MoeConfig::default()
     };
-    let experts =
-        ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: true };
+    let experts = ExpertsConfig {
+        moe,
+        every_n_layers: 2,
+        first_dense_layers: 0,
+        num_shared_experts: 0,
+        expert_hidden_size: 32,
+        over_tp: true,
+    };
     let config = Gpt2Config {
         vocab_size: 40,
         num_layers: 4,
@@ -76,8 +82,14 @@ fn llama() -> Llama {
         routed_scaling: 2.5,
         ..MoeConfig::default()
     };
-    let experts =
-        ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 16, over_tp: true };
+    let experts = ExpertsConfig {
+        moe,
+        every_n_layers: 1,
+        first_dense_layers: 0,
+        num_shared_experts: 1,
+        expert_hidden_size: 16,
+        over_tp: true,
+    };
     let config = LlamaConfig {
         vocab_size: 40,
         num_layers: 2,
@@ -294,7 +306,14 @@ impl StateSource for Tied {
 #[test]
 fn memory_of_experts_is_predicted_to_the_byte() {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, ..MoeConfig::default() };
-    let config = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: true };
+    let config = ExpertsConfig {
+        moe,
+        every_n_layers: 2,
+        first_dense_layers: 0,
+        num_shared_experts: 1,
+        expert_hidden_size: 32,
+        over_tp: true,
+    };
     let gpt2 = Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config));
     let state = World::threads(&"dp=1".parse().unwrap()).run_mesh(&"dp=1".parse().unwrap(), |rank| {
         Trainer::new(Arc::new(gpt2.clone()), &plan("dp=1", Compress::default()), rank, Cpu::device())?.state()
@@ -349,7 +368,14 @@ fn cut_and_whole_experts_have_the_same_bits() {
     let model = |over_tp| -> Arc<dyn Model> {
         let config = *gpt2(RouterKind::Gshard).config();
         let moe = MoeConfig { num_experts: 4, router: RouterKind::Gshard, jitter: 0.05, ..MoeConfig::default() };
-        let experts = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 16, over_tp };
+        let experts = ExpertsConfig {
+            moe,
+            every_n_layers: 2,
+            first_dense_layers: 0,
+            num_shared_experts: 1,
+            expert_hidden_size: 16,
+            over_tp,
+        };
         Arc::new(Gpt2::new(config).with_experts(Some(experts)))
     };
     let numerics = Numerics::Canonical { blocks: 4 };
@@ -566,7 +592,14 @@ fn compressed_tokens_train_as_exact_ones_do() {
 #[test]
 fn bytes_of_compressed_tokens_are_as_predicted() {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::ExpertChoice, ..MoeConfig::default() };
-    let config = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: true };
+    let config = ExpertsConfig {
+        moe,
+        every_n_layers: 2,
+        first_dense_layers: 0,
+        num_shared_experts: 0,
+        expert_hidden_size: 32,
+        over_tp: true,
+    };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config)));
     for (dispatch, gradients) in [("none", "none"), ("quant:8", "quant:4/block8"), ("topk:0.25", "bf16")] {
         let plan = plan("dp=4,ep=4", compressed(dispatch, gradients));

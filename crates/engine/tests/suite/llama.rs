@@ -50,7 +50,7 @@ impl Fixture {
 
     fn config(&self, tied: bool) -> LlamaConfig {
         let number = |name: &str| self.0["config"][name].as_f64().unwrap();
-        let scaling = RotaryScaling {
+        let scaling = RotaryScaling::Llama3 {
             factor: number("factor"),
             low_frequency_factor: number("low_frequency_factor"),
             high_frequency_factor: number("high_frequency_factor"),

@@ -7,6 +7,7 @@ mod decoder;
 mod documents;
 mod dry_run;
 mod experts;
+mod families;
 mod huggingface;
 mod images;
 mod llama;

@@ -311,8 +311,14 @@ fn experts_that_decode_take_all_tokens_whatever_their_capacity() {
     let experts = |capacity_factor| -> Arc<dyn Model> {
         let moe =
             MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, capacity_factor, ..MoeConfig::default() };
-        let experts =
-            ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 0, expert_hidden_size: 24, over_tp: false };
+        let experts = ExpertsConfig {
+            moe,
+            every_n_layers: 1,
+            first_dense_layers: 0,
+            num_shared_experts: 0,
+            expert_hidden_size: 24,
+            over_tp: false,
+        };
         let config = Gpt2Config {
             vocab_size: VOCAB,
             hidden_size: 32,

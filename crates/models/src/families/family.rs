@@ -1,5 +1,6 @@
 //! What a family of decoders is, and the tensors of a block.
 
+use super::llama;
 use super::part::TensorPart;
 use super::settings::Settings;
 use crate::decoder_config::DecoderConfig;
@@ -92,6 +93,13 @@ impl Block<'_> {
                 }
             }
         }
+        parts
+    }
+
+    /// Shared experts, which are one feed-forward network in this folder.
+    pub(crate) fn shared_experts(&self, folder: &str) -> Vec<TensorPart> {
+        let mut parts = llama::parts(&Block { part: &self.part.replace("mlp.shared.", "mlp."), ..*self });
+        parts.iter_mut().for_each(|part| part.tensor = part.tensor.replace(".mlp.", &format!(".{folder}.")));
         parts
     }
 

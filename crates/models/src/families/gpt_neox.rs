@@ -14,13 +14,15 @@ pub(crate) const FAMILY: Family = Family {
         settings.default("rms_norm_eps", json!(1e-5));
         settings.also("layer_norm_eps", "rms_norm_eps");
         let share = settings.turning_share();
+        let (tokens, attention, last_norm, head) = ("embed_in", "attention", "final_layer_norm", "embed_out");
+        let names = Names { tokens, attention, last_norm, head, ..LLAMA.names };
         let own = DecoderConfig {
             norm: NormKind::Layer,
             attention_bias: settings.flag_or("attention_bias", true).into(),
             mlp_bias: true,
             mlp: settings.gelu("hidden_act", "gelu"),
             parallel: settings.flag_or("use_parallel_residual", true),
-            names: NAMES,
+            names,
             ..LLAMA
         };
         let of = llama::read(settings, own);
@@ -55,12 +57,4 @@ pub(crate) const FAMILY: Family = Family {
     },
     beside: &[".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"],
     ..llama::FAMILY
-};
-
-const NAMES: Names = Names {
-    tokens: "embed_in",
-    attention: "attention",
-    last_norm: "final_layer_norm",
-    head: "embed_out",
-    ..LLAMA.names
 };

@@ -1,6 +1,6 @@
 //! Llama (Touvron et al., 2023; Grattafiori et al., 2024): root mean square norms in front of each block, rotary
-//! positions, groups of heads that share keys and values, SwiGLU, no biases, an output head tied to the token table or
-//! not.
+//! positions, groups of heads that share keys and values, SwiGLU, in most of them no biases, an output head tied to the
+//! token table or not.
 //!
 //! # Parameters
 //!
@@ -85,7 +85,15 @@ pub const FAMILY: Family = Family {
     model_type: "llama",
     prefix: "model.",
     norms_from_one: false,
-    read: |settings| (read(settings, LLAMA), None),
+    read: |settings| {
+        let own = DecoderConfig {
+            head_dim: settings.optional_size("head_dim"),
+            attention_bias: settings.flag_or("attention_bias", false).into(),
+            mlp_bias: settings.flag_or("mlp_bias", false),
+            ..LLAMA
+        };
+        (read(settings, own), None)
+    },
     write: |_, _| json!({}),
     parts,
     beside: &[".rotary_emb.inv_freq"],
@@ -126,7 +134,7 @@ pub(crate) fn read(settings: &mut Settings<'_>, family: DecoderConfig) -> Decode
 pub(crate) fn write(config: &DecoderConfig) -> Value {
     json!({
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.seq_len,
+        "max_position_embeddings": rotary::positions(config),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -136,23 +144,10 @@ pub(crate) fn write(config: &DecoderConfig) -> Value {
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rotary.map(|rotary| rotary.theta),
-        "rope_scaling": config.rotary.and_then(|rotary| rotary.scaling).map(scaling),
+        "rope_scaling": config.rotary.and_then(|rotary| rotary.scaling).map(rotary::write),
         "attention_bias": config.attention_bias.input,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
-    })
-}
-
-fn scaling(of: RotaryScaling) -> Value {
-    if of.low_frequency_factor.is_infinite() {
-        return json!({"rope_type": "linear", "factor": of.factor});
-    }
-    json!({
-        "rope_type": "llama3",
-        "factor": of.factor,
-        "low_freq_factor": of.low_frequency_factor,
-        "high_freq_factor": of.high_frequency_factor,
-        "original_max_position_embeddings": of.original_positions,
     })
 }
 
@@ -175,7 +170,9 @@ pub(crate) fn parts(block: &Block<'_>) -> Vec<TensorPart> {
         "self_attn.out.weight" => matrix("self_attn.o_proj.weight", 1),
         "self_attn.out.bias" => block.same("self_attn.o_proj.bias"),
         "mlp.gate_up.weight" => each(["mlp.gate_proj.weight", "mlp.up_proj.weight"], 1, &[dims[0], dims[2]]),
+        "mlp.gate_up.bias" => each(["mlp.gate_proj.bias", "mlp.up_proj.bias"], 1, &dims[..1]),
         "mlp.down.weight" => matrix("mlp.down_proj.weight", 1),
+        "mlp.down.bias" => block.same("mlp.down_proj.bias"),
         part if part.ends_with("norm.weight") => block.same(part),
         _ => Vec::new(),
     }

@@ -7,12 +7,12 @@ pub(crate) const FAMILY: Family = Family {
     class: "Qwen3MoeForCausalLM",
     model_type: "qwen3_moe",
     read: |settings| {
-        settings.only("mlp_only_layers", &[json!([])]);
         let count = if settings.has("num_experts") { "num_experts" } else { "num_local_experts" };
         settings.default("num_experts_per_tok", json!(8));
         let mut of = settings.experts(count, 128);
         of.moe.normalise = settings.flag_or("norm_topk_prob", false);
         of.every_n_layers = settings.size_or("decoder_sparse_step", 1);
+        of.first_dense_layers = settings.dense_list("mlp_only_layers", of.every_n_layers);
         of.expert_hidden_size = settings.size_or("moe_intermediate_size", 768);
         (qwen3::read(settings), Some(of))
     },
@@ -24,7 +24,7 @@ pub(crate) const FAMILY: Family = Family {
         own["norm_topk_prob"] = json!(experts.moe.normalise);
         own["decoder_sparse_step"] = json!(experts.every_n_layers);
         own["moe_intermediate_size"] = json!(experts.expert_hidden_size);
-        own["mlp_only_layers"] = json!([]);
+        own["mlp_only_layers"] = json!(Vec::from_iter(0..experts.first_dense_layers));
         own
     },
     parts: |block| match block.part {

@@ -1,8 +1,8 @@
 //! The settings of a `config.json`, read key by key: what those of all families have in common.
 
-use crate::decoder_config::{DecoderConfig, Layers};
+use crate::decoder_config::Layers;
 use crate::experts::{ExpertsConfig, MoeConfig};
-use meshwork_tensor::op::{MlpKind, Rotary, RotaryScaling};
+use meshwork_tensor::op::MlpKind;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -36,7 +36,7 @@ impl<'a> Settings<'a> {
         self.values.get(key).or_else(|| self.defaults.get(key)).filter(|value| !value.is_null())
     }
 
-    fn take(&mut self, key: &str) -> Option<Value> {
+    pub(super) fn take(&mut self, key: &str) -> Option<Value> {
         self.taken.insert(key.to_owned());
         self.value(key).cloned()
     }
@@ -83,24 +83,6 @@ impl<'a> Settings<'a> {
                 MlpKind::Gelu
             }
         }
-    }
-
-    /// The share of a head's features that turn.
-    pub(crate) fn turning_share(&mut self) -> f64 {
-        let inside = self.value("rope_parameters").and_then(|of| of[SHARE].as_f64());
-        let [share, of_older] = [SHARE, "rotary_pct"].map(|key| self.optional_number(key));
-        inside.or(share).or(of_older).unwrap_or(1.0)
-    }
-
-    /// A model of which this share of a head's features turn.
-    pub(crate) fn turning(&mut self, of: DecoderConfig, share: f64) -> DecoderConfig {
-        let all = of.head_features();
-        let features = (all as f64 * share) as usize;
-        if !(2..=all).contains(&features) || !features.is_multiple_of(2) || !all.is_multiple_of(2) {
-            self.problems.push(format!("{SHARE} is {share}: of heads of {all} features an even number must turn"));
-        }
-        let features = (features < all).then_some(features);
-        DecoderConfig { rotary: of.rotary.map(|rotary| Rotary { features, ..rotary }), ..of }
     }
 
     /// A number above zero that must be there.
@@ -158,7 +140,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    fn refuse(&mut self, key: &str, wanted: &str) -> usize {
+    pub(super) fn refuse(&mut self, key: &str, wanted: &str) -> usize {
         let value = self.values.get(key).cloned().unwrap_or_default();
         self.problems.push(format!("{key} is {value}: it must be {wanted}"));
         1
@@ -188,6 +170,38 @@ impl<'a> Settings<'a> {
             }
         }
         dropout as f32
+    }
+
+    /// The first layers, of which none has experts.
+    pub(crate) fn dense_layers(&mut self, key: &str, default: usize) -> usize {
+        let (dense, layers) = (self.any_size_or(key, default), self.size("num_hidden_layers"));
+        if dense >= layers && self.problems.is_empty() {
+            self.problems.push(format!("{key} is {dense}: no layer of {layers} has experts"));
+        }
+        dense
+    }
+
+    /// The number of the word that a key has, the first without the key.
+    pub(crate) fn one_of<const N: usize>(&mut self, key: &str, words: [&str; N]) -> usize {
+        let Some(given) = self.take(key) else { return 0 };
+        words.iter().position(|word| given == *word).unwrap_or_else(|| {
+            self.refuse(key, &words.map(|word| format!("{word:?}")).join(" or "));
+            0
+        })
+    }
+
+    /// The layers of a list, none of which has experts, of a model in which every so many layers have some: the first
+    /// ones.
+    pub(crate) fn dense_list(&mut self, key: &str, every: usize) -> usize {
+        let (listed, layers) = (self.take(key).unwrap_or(json!([])), self.size("num_hidden_layers"));
+        let of = |dense: usize| ExpertsConfig { every_n_layers: every, first_dense_layers: dense, ..experts(0, 1, 1) };
+        let is_listed = |layer: usize| listed.as_array().is_some_and(|all| all.iter().any(|of| of == layer));
+        let fits =
+            |dense: &usize| (0..layers).all(|layer| of(*dense).has(layer) == (of(0).has(layer) && !is_listed(layer)));
+        (0..layers).find(fits).unwrap_or_else(|| {
+            self.refuse(key, "the first layers, and not all that have experts");
+            0
+        })
     }
 
     /// A size that must divide another one.
@@ -258,106 +272,10 @@ impl<'a> Settings<'a> {
         }
         experts(0, num_experts, top_k)
     }
-
-    /// The rotary embeddings of layers without a window and with one, and the bases that each has by default.
-    pub(crate) fn rotary_by_layer(&mut self, thetas: [f64; 2]) -> (Option<Rotary>, Option<Rotary>) {
-        const KEY: &str = "rope_parameters";
-        let of_window = self.number_or("rope_local_base_freq", thetas[1]);
-        let nested = self.value(KEY).and_then(Value::as_object).filter(|of| of.values().any(Value::is_object)).cloned();
-        let Some(nested) = nested else {
-            self.default("rope_theta", json!(thetas[0]));
-            let full = self.rotary();
-            for key in [KEY, "rope_scaling"] {
-                self.mark(key);
-            }
-            return (full, Some(Rotary::new(of_window)));
-        };
-        self.mark(KEY);
-        let empty = Map::new();
-        let mut of = |kind: &str, theta| {
-            let mut inner = Settings::new(nested.get(kind).and_then(Value::as_object).unwrap_or(&empty));
-            let rotary = inner.rotary_in(theta);
-            self.problems.extend(inner.problems.into_iter().map(|problem| format!("{KEY}.{kind}: {problem}")));
-            Some(rotary)
-        };
-        (of("full_attention", thetas[0]), of("sliding_attention", of_window))
-    }
-
-    /// The rotary embedding: `rope_theta` and `rope_scaling`, or both in `rope_parameters` of newer files.
-    pub(crate) fn rotary(&mut self) -> Option<Rotary> {
-        let theta = self.number_or("rope_theta", 10_000.0);
-        let open = |key: &&str| self.value(key).is_some() && !self.taken.contains(*key);
-        let given = ["rope_parameters", "rope_scaling"].into_iter().filter(open);
-        let given: Vec<&str> = given.collect();
-        let mut read = given.iter().map(|key| (*key, self.rotary_of(key, theta))).collect::<Vec<_>>().into_iter();
-        let (first, second) = (read.next(), read.next());
-        if let (Some((key, one)), Some((other_key, other))) = (&first, &second)
-            && one != other
-        {
-            self.problems.push(format!("{key} and {other_key} say different things: keep one of them"));
-        }
-        Some(first.map_or(Rotary::new(theta), |(_, rotary)| rotary))
-    }
-
-    fn rotary_of(&mut self, key: &str, theta: f64) -> Rotary {
-        let Some(Value::Object(scaling)) = self.value(key).cloned() else {
-            self.refuse(key, "an object");
-            return Rotary::new(theta);
-        };
-        let mut inner = Settings::new(&scaling);
-        inner.taken.extend(self.taken.get(SHARE).cloned());
-        let rotary = inner.rotary_in(theta);
-        self.problems.extend(inner.problems.into_iter().map(|problem| format!("{key}: {problem}")));
-        rotary
-    }
-
-    /// Of the settings of a rotary embedding itself.
-    fn rotary_in(&mut self, theta: f64) -> Rotary {
-        let theta = self.number_or("rope_theta", theta);
-        let kinds: Vec<Value> = ["rope_type", "type"].into_iter().filter_map(|key| self.take(key)).collect();
-        let kind = match &*kinds {
-            [one, other] if one != other => {
-                self.problems.push(format!("rope_type is {one} and type {other}: keep one of them"));
-                "default".to_owned()
-            }
-            [] if self.value("factor").is_some() => {
-                self.problems.push(format!("it has a factor and no rope_type: supported is {ROPES}"));
-                "default".to_owned()
-            }
-            [] if self.values.values().any(Value::is_object) => {
-                self.problems.push("it has settings for each kind of layer: supported is one for all".to_owned());
-                "default".to_owned()
-            }
-            [] => "default".to_owned(),
-            [kind, ..] => kind.as_str().map_or_else(|| kind.to_string(), str::to_owned),
-        };
-        self.only(SHARE, &[json!(1)]);
-        let scaling = match &*kind {
-            "default" => None,
-            "linear" => Some(RotaryScaling::linear(self.number("factor"))),
-            "llama3" => Some(RotaryScaling {
-                factor: self.number("factor"),
-                low_frequency_factor: self.number("low_freq_factor"),
-                high_frequency_factor: self.number("high_freq_factor"),
-                original_positions: self.size("original_max_position_embeddings"),
-            }),
-            other => {
-                self.problems.push(format!("rope_type is {other:?}: supported is {ROPES}"));
-                None
-            }
-        };
-        Rotary { scaling, ..Rotary::new(theta) }
-    }
 }
 
-/// The share of a head's features that turn.
-const SHARE: &str = "partial_rotary_factor";
-
-/// The kinds of rotary embeddings.
-const ROPES: &str = "\"default\", \"linear\" or \"llama3\"";
-
 /// Whether two values are equal: 1 is 1.0.
-fn same(one: &Value, other: &Value) -> bool {
+pub(super) fn same(one: &Value, other: &Value) -> bool {
     one == other || one.as_f64().is_some_and(|number| other.as_f64() == Some(number))
 }
 
@@ -367,6 +285,7 @@ pub(crate) fn experts(width: usize, num_experts: usize, top_k: usize) -> Experts
     ExpertsConfig {
         moe: MoeConfig { num_experts, top_k, ..MoeConfig::default() },
         every_n_layers: 1,
+        first_dense_layers: 0,
         num_shared_experts: 0,
         expert_hidden_size: width,
         over_tp: false,

@@ -214,7 +214,7 @@ impl AdapterExport {
         let named = |part: TensorPart| (part.tensor.clone(), part);
         let named = parameters.into_iter().map(|of| (of.spec, of.parts.into_iter().map(named).collect()));
         let (mut specs, mut tensors) = (Vec::new(), Vec::new());
-        for unit in units_of(named) {
+        for unit in units_of(self.dtype, named) {
             specs.push(unit.specs);
             tensors.extend(unit.tensors);
         }

@@ -3,7 +3,7 @@
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
-use crate::families::{FAMILIES, Family, Settings};
+use crate::families::{FAMILIES, Family, Settings, rotary};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
@@ -98,6 +98,7 @@ pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
             .push(format!("model_type is {other:?}, and that of the architectures entry {class:?} is {of_class:?}"));
     }
     let (decoder, experts) = (family.read)(&mut settings);
+    settings.problems.extend(rotary::misfit(&decoder));
     for (key, valid) in neutral() {
         settings.only(key, &valid);
     }
@@ -191,6 +192,7 @@ pub fn not_of_mixtral(experts: &ExpertsConfig) -> Vec<String> {
         (groups.groups > 1, format!("{} groups of experts", groups.groups)),
         (routed_scaling != 1.0, format!("weights times {routed_scaling}")),
         (experts.every_n_layers != 1, format!("experts in one of {} layers", experts.every_n_layers)),
+        (experts.first_dense_layers != 0, format!("no experts in the first {} layers", experts.first_dense_layers)),
         (experts.num_shared_experts > 0, format!("{} shared experts", experts.num_shared_experts)),
     ];
     rules.into_iter().filter_map(|(other, what)| other.then_some(what)).collect()

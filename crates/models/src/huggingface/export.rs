@@ -5,7 +5,7 @@ use super::staged::{self, Staged};
 use super::written::{self, Settings};
 use super::{Architecture, Dtype, Error};
 use crate::families::TensorPart;
-use meshwork_tensor::ParamSpec;
+use meshwork_tensor::{ParamSpec, Role};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,10 +21,17 @@ const SYNC: usize = 1 << 28;
 pub(super) struct Written {
     name: String,
     shape: Vec<usize>,
+    dtype: Dtype,
     /// What it is made of: parts of the parameters of a unit, by number.
     parts: Vec<(usize, TensorPart)>,
     /// The number of its unit.
     unit: usize,
+}
+
+impl Written {
+    fn bytes(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * self.dtype.bytes()) as u64
+    }
 }
 
 /// Parameters that share tensors: most are alone.
@@ -45,7 +52,8 @@ pub(super) type Given = Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync
 pub struct Export {
     /// The model.
     pub architecture: Architecture,
-    /// The type that weights are rounded to.
+    /// The type that weights are rounded to. Buffers stay in f32, as `transformers` keeps them: a bias of a router that
+    /// were rounded would choose other experts.
     pub dtype: Dtype,
     /// Texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for.
     /// Programs that do not know them pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them
@@ -86,7 +94,7 @@ impl Export {
     /// A folder that cannot be made there, files of another model in it unless they are to be replaced, folders in it,
     /// a disk without the room.
     pub fn check(&self, folder: &Path) -> Result<(), Error> {
-        let weights = self.units()?.iter().flat_map(|unit| &unit.tensors).map(|tensor| self.bytes(tensor)).sum::<u64>();
+        let weights = self.units()?.iter().flat_map(|unit| &unit.tensors).map(Written::bytes).sum::<u64>();
         let files = self.files.values().map(|file| file.len() as u64).sum::<u64>();
         staged::check(folder, self.overwrite, weights + files)
     }
@@ -153,7 +161,7 @@ impl Export {
         for unit in self.units()? {
             specs.push(unit.specs);
             for tensor in unit.tensors {
-                let size = self.bytes(&tensor);
+                let size = tensor.bytes();
                 match shards.last_mut().filter(|(held, _)| *held + size <= SHARD) {
                     Some((held, shard)) => {
                         *held += size;
@@ -173,11 +181,7 @@ impl Export {
             let parts = layout::parts(of, &spec.name, spec.dims).into_iter().map(named).collect();
             (spec, parts)
         };
-        Ok(units_of(of.parameters()?.into_iter().map(parts)))
-    }
-
-    fn bytes(&self, tensor: &Written) -> u64 {
-        (tensor.shape.iter().product::<usize>() * self.dtype.bytes()) as u64
+        Ok(units_of(self.dtype, of.parameters()?.into_iter().map(parts)))
     }
 
     /// The caller's weights of a parameter.
@@ -207,7 +211,7 @@ impl Export {
         texts.insert("format".to_owned(), "pt".to_owned());
         header.insert("__metadata__".to_owned(), json!(texts));
         for tensor in tensors {
-            let (end, dtype) = (at + self.bytes(tensor), self.dtype.header_name());
+            let (end, dtype) = (at + tensor.bytes(), tensor.dtype.header_name());
             let entry = json!({"dtype": dtype, "shape": tensor.shape, "data_offsets": [at, end]});
             header.insert(tensor.name.clone(), entry);
             at = end;
@@ -222,13 +226,13 @@ impl Export {
         for tensors in of_units(tensors) {
             let specs = &units[tensors[0].unit];
             let given = specs.iter().map(|spec| self.given(spec, &mut weights)).collect::<Result<Vec<_>, _>>()?;
-            for Written { parts, shape, .. } in tensors {
+            for Written { parts, shape, dtype, .. } in tensors {
                 let mut values = vec![0.0; shape.iter().product()];
                 for (parameter, part) in parts {
                     place(part, &specs[*parameter].dims, &given[*parameter], &mut values);
                 }
                 let mut bytes = Vec::new();
-                self.dtype.encode(&values, &mut bytes);
+                dtype.encode(&values, &mut bytes);
                 file.write_all(&bytes).map_err(failed)?;
                 unsynced += bytes.len();
             }
@@ -242,8 +246,11 @@ impl Export {
     }
 }
 
-/// The units of parameters with their parts, each with the name of its tensor.
-pub(super) fn units_of(parameters: impl Iterator<Item = (ParamSpec, Vec<(String, TensorPart)>)>) -> Vec<Unit> {
+/// The units of parameters with their parts, each with the name of its tensor, in this type; buffers in f32.
+pub(super) fn units_of(
+    dtype: Dtype,
+    parameters: impl Iterator<Item = (ParamSpec, Vec<(String, TensorPart)>)>,
+) -> Vec<Unit> {
     let (mut units, mut places): (Vec<Unit>, BTreeMap<String, (usize, usize)>) = Default::default();
     for (spec, parts) in parameters {
         let shared = parts.iter().find_map(|(name, _)| places.get(name)).map(|&(unit, _)| unit);
@@ -253,6 +260,7 @@ pub(super) fn units_of(parameters: impl Iterator<Item = (ParamSpec, Vec<(String,
         }
         let unit = &mut units[number];
         let parameter = unit.specs.len();
+        let dtype = if spec.role == Role::Buffer { Dtype::F32 } else { dtype };
         unit.specs.push(spec);
         for (name, part) in parts {
             match places.get(&name) {
@@ -260,7 +268,7 @@ pub(super) fn units_of(parameters: impl Iterator<Item = (ParamSpec, Vec<(String,
                 None => {
                     places.insert(name.clone(), (number, unit.tensors.len()));
                     let shape = part.shape.clone();
-                    unit.tensors.push(Written { name, shape, parts: vec![(parameter, part)], unit: number });
+                    unit.tensors.push(Written { name, shape, dtype, parts: vec![(parameter, part)], unit: number });
                 }
             }
         }

@@ -75,7 +75,9 @@ mod tests {
         assert_eq!(place(&gate_up, &[7, 0, 3]), ("layers.1.mlp.gate_proj.weight".to_owned(), 7 * 8 + 3));
         assert_eq!(place(&gate_up, &[7, 1, 3]).0, "layers.1.mlp.up_proj.weight");
         assert_eq!(gate_up[1].shape, [10, 8]);
-        assert_eq!(parts(&llama, "layers.1.mlp.gate_up.bias", Shape::new(&[10, 2])), []);
+        let bias = parts(&llama, "layers.1.mlp.gate_up.bias", Shape::new(&[10, 2]));
+        assert_eq!(place(&bias, &[7, 1]), ("layers.1.mlp.up_proj.bias".to_owned(), 7));
+        assert_eq!(parts(&llama, "layers.1.mlp.up.bias", Shape::new(&[10])), []);
 
         let mixtral = Architecture::mixtral(LLAMA, experts(10, 4, 2));
         let expert = |name: &str| format!("layers.1.block_sparse_moe.experts.{name}.weight");

@@ -151,7 +151,8 @@ impl Architecture {
         Arc::new(DecoderModel::new(self.decoder).with_experts(self.experts))
     }
 
-    /// Every parameter of the folder, in the order of declaration; not the buffers, which a router counts tokens in.
+    /// Every parameter of the folder, in the order of declaration; of the buffers those that files have, as the biases
+    /// of a router, and not those that it counts tokens in.
     ///
     /// # Errors
     /// Sizes that no model has.
@@ -160,7 +161,9 @@ impl Architecture {
         let mut all = Declarations::new();
         let whole = StageSpec { layers: 0..model.num_layers(), first: true, last: true };
         model.stage(&mut all, &Mesh::default(), &whole)?;
-        Ok(all.specs().iter().filter(|spec| spec.role != Role::Buffer).cloned().collect())
+        let is_there =
+            |spec: &&ParamSpec| spec.role != Role::Buffer || !layout::parts(self, &spec.name, spec.dims).is_empty();
+        Ok(all.specs().iter().filter(is_there).cloned().collect())
     }
 }
 
@@ -210,9 +213,13 @@ impl Pretrained {
         &self.settings
     }
 
-    /// The type of the weights, if it is that of all of them.
+    /// The type of the weights, if it is that of all of them. Buffers may have another one.
     pub fn dtype(&self) -> Option<Dtype> {
-        self.tensors.dtype(|name| !self.is_beside(name))
+        let specs = self.architecture.parameters().unwrap_or_default();
+        let buffers = specs.iter().filter(|spec| spec.role == Role::Buffer);
+        let parts = buffers.flat_map(|spec| layout::parts(&self.architecture, &spec.name, spec.dims));
+        let buffers: BTreeSet<String> = parts.map(|part| self.name(&part)).collect();
+        self.tensors.dtype(|name| !self.is_beside(name) && !buffers.contains(name))
     }
 
     /// The model.
@@ -235,17 +242,14 @@ impl Pretrained {
         self.tensors.bytes_read()
     }
 
-    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero, and so are buffers,
-    /// which the folder does not have. Only their bytes are read.
+    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero, and so are buffers
+    /// that the folder does not have. Only their bytes are read.
     ///
     /// # Errors
     /// A file that cannot be read, a parameter that the model does not have.
     pub fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, Error> {
-        if spec.role == Role::Buffer {
-            return Ok(vec![0.0; slice.stored.count()]);
-        }
         let parts = layout::parts(&self.architecture, &spec.name, spec.dims);
-        if parts.is_empty() {
+        if parts.is_empty() && spec.role != Role::Buffer {
             return Err(Error::Tensors(vec![format!("the model has no parameter {}", spec.name)]));
         }
         read_parts(&self.tensors, &parts, |part| self.name(part), slice)

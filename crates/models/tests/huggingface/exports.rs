@@ -4,6 +4,8 @@ use crate::{copy, edit};
 use meshwork_models::gpt2::Gpt2Config;
 use meshwork_models::huggingface::{Architecture, Dtype, Error, Export, Pretrained, tokenizer_files};
 use meshwork_tensor::ParamSpec;
+use meshwork_tensor::op::RotaryScaling;
+use meshwork_tensor::param::LocalSlice;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -43,7 +45,9 @@ fn exported(from: &Path, change: impl Fn(&mut Architecture), ends: &[u32], dtype
 
 #[test]
 fn what_the_folder_said_is_kept() {
-    for (name, dtype) in [("gpt2", Dtype::F32), ("llama_scaled", Dtype::F32), ("mixtral", Dtype::F32)] {
+    let families = ["gpt2", "llama_scaled", "mixtral", "llama_yarn", "qwen2_dynamic", "phi3_longrope", "qwen3_moe"];
+    let deepseek = ["deepseek_v2", "deepseek_v3"];
+    for (name, dtype) in families.into_iter().chain(deepseek).map(|name| (name, Dtype::F32)) {
         let folder = copy(name);
         edit(&folder.path().join("config.json"), |config| {
             config["eos_token_id"] = json!([2, 5, 7]);
@@ -70,7 +74,9 @@ fn what_the_folder_said_is_kept() {
     assert_eq!(config["rope_parameters"], json(&llama.path().join("config.json"))["rope_parameters"]);
     let lengthen = |architecture: &mut Architecture| {
         architecture.decoder.seq_len = 64;
-        architecture.decoder.rotary.as_mut().unwrap().scaling.as_mut().unwrap().factor = 16.0;
+        let rotary = architecture.decoder.rotary.as_mut().unwrap();
+        let Some(RotaryScaling::Llama3 { factor, .. }) = rotary.scaling.as_mut() else { panic!("not of Llama 3") };
+        *factor = 16.0;
     };
     let (config, _) = exported(llama.path(), lengthen, &[], Dtype::F32);
     assert_eq!(config["max_position_embeddings"], json!(64));
@@ -86,6 +92,37 @@ fn what_the_folder_said_is_kept() {
     });
     let (config, _) = exported(older.path(), |_| {}, &[], Dtype::F16);
     assert_eq!((&config["torch_dtype"], config.get("dtype"), config.get("auto_map")), (&json!("float16"), None, None));
+}
+
+/// Without the folder's own settings an export says all that is needed to read the same model.
+#[test]
+fn settings_of_families_are_written_in_full() {
+    for name in ["llama_yarn", "qwen2_dynamic", "phi3_longrope", "qwen3_moe", "deepseek_v2", "deepseek_v3"] {
+        let of = *Pretrained::open(copy(name).path()).unwrap().architecture();
+        let out = tempfile::tempdir().unwrap();
+        Export::new(of, Dtype::F32).write(out.path(), weights(0.25)).unwrap();
+        assert_eq!(*Pretrained::open(out.path()).unwrap().architecture(), of, "{name}");
+    }
+}
+
+/// A bias that were rounded would choose other experts: it has f32 where all weights have 16 bits, and those 16 bits
+/// are still the type of the weights.
+#[test]
+fn the_bias_of_a_router_is_kept_in_f32() {
+    let source = Pretrained::open(copy("deepseek_v3").path()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let third = |spec: &ParamSpec| Ok(vec![1.0 / 3.0; spec.dims.count()]);
+    Export::new(*source.architecture(), Dtype::Bf16).write(out.path(), third).unwrap();
+    let written = Pretrained::open(out.path()).unwrap();
+    assert_eq!(written.dtype(), Some(Dtype::Bf16));
+    let specs = written.architecture().parameters().unwrap();
+    let read = |name: &str| {
+        let spec = specs.iter().find(|spec| spec.name == name).unwrap();
+        written.read(spec, &LocalSlice::whole(spec.dims)).unwrap()
+    };
+    assert_eq!(read("layers.1.mlp.router.bias"), [1.0 / 3.0; 8]);
+    assert_eq!(read("layers.1.mlp.router.weight")[0], 0.333_984_38);
+    assert!(specs.iter().all(|spec| !spec.name.ends_with(".tokens")), "no folder has the tokens of experts");
 }
 
 /// A Llama with a sliding window is a Mistral; without one a Mistral is a Llama. A Mixtral keeps its class.

@@ -15,15 +15,15 @@ fn settings_that_are_not_supported_are_listed_together() {
     edit(&llama.path().join("config.json"), |config| {
         config["hidden_act"] = json!("gelu");
         config["sliding_window"] = json!(4096);
-        config["attention_bias"] = json!(true);
-        config["rope_parameters"]["rope_type"] = json!("yarn");
+        config["attention_dropout"] = json!(0.5);
+        config["rope_parameters"]["rope_type"] = json!("proportional");
         config["num_hidden_layers"] = json!("two");
     });
     assert_eq!(
         refused(&llama),
-        "config.json: hidden_act is \"gelu\": supported is \"silu\"; attention_bias is true: supported is false; \
-         rope_parameters: rope_type is \"yarn\": supported is \"default\", \"linear\" or \"llama3\"; num_hidden_layers is \
-         \"two\": it must be a whole number above 0; sliding_window is 4096: supported is none"
+        "config.json: hidden_act is \"gelu\": supported is \"silu\"; attention_dropout is 0.5: supported is 0; \
+         rope_parameters: rope_type is \"proportional\": supported is \"default\", \"linear\", \"dynamic\", \"llama3\", \
+         \"yarn\", \"longrope\"; num_hidden_layers is \"two\": it must be a whole number above 0; sliding_window is 4096: supported is none"
     );
     let gpt2 = copy("gpt2");
     edit(&gpt2.path().join("config.json"), |config| {
@@ -42,7 +42,7 @@ fn settings_that_are_not_supported_are_listed_together() {
         "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM, \
          MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, \
          Qwen3ForCausalLM, Qwen3MoeForCausalLM, GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, \
-         GPTNeoXForCausalLM are supported"
+         GPTNeoXForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM are supported"
     );
 }
 
@@ -72,10 +72,17 @@ fn a_mixtral_with_more_than_experts_in_each_layer_is_refused() {
     );
     // What training alone reads is no part of the model.
     let moe = MoeConfig { aux_loss_coeff: 0.01, z_loss_coeff: 0.001, jitter: 0.1, ..MoeConfig::default() };
-    let of = ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 0, expert_hidden_size: 8, over_tp: true };
+    let of = ExpertsConfig {
+        moe,
+        every_n_layers: 1,
+        first_dense_layers: 0,
+        num_shared_experts: 0,
+        expert_hidden_size: 8,
+        over_tp: true,
+    };
     assert_eq!(not_of_mixtral(&of), Vec::<String>::new());
     let moe = MoeConfig { router: RouterKind::Switch, capacity_factor: 1.25, ..moe };
-    let other = ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, ..of };
+    let other = ExpertsConfig { moe, every_n_layers: 2, first_dense_layers: 0, num_shared_experts: 1, ..of };
     assert_eq!(
         not_of_mixtral(&other),
         ["router switch", "a capacity, of factor 1.25", "experts in one of 2 layers", "1 shared experts"]

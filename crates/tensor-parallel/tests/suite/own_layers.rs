@@ -5,8 +5,8 @@ use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{
-    AttentionBias, ColumnLinear, NormOver, ParallelAttention, ParallelGroupedAttention, ParallelMlp, Region, RowLinear,
-    VocabParallelEmbedding,
+    AttentionBias, ColumnLinear, LatentHeads, NormOver, ParallelAttention, ParallelGroupedAttention,
+    ParallelLatentAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
 };
 use meshwork_testkit::check::{LayerInput, check_layer};
 
@@ -98,6 +98,26 @@ fn blocks() {
                 |layer, tape, v, region| layer.forward(tape, &v[0], region, None, None, 0.0),
             );
         }
+    }
+}
+
+/// Queries of a latent vector and of x itself, and values of fewer and of more features than queries.
+#[test]
+fn latent_attention() {
+    for (query_rank, values) in [(None, 5), (Some(8), 14)] {
+        let of = LatentHeads { heads: 12, query_rank, kv_rank: 6, plain: 6, turning: 4, values, norm_eps: 1e-3 };
+        let turned = (Some(Rotary::new(10.0)), query_rank.map(|_| 0.3));
+        check(
+            "latent attention",
+            hidden,
+            |params, mesh| ParallelLatentAttention::new(params, mesh, "attn", HIDDEN, of, turned, [init(); 2]),
+            |layer, tape, v, region| {
+                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
+                    q.grouped_attention(kv, rotary, None, dropout)
+                };
+                layer.forward_by(tape, &v[0], region, Some(&v[0]), attend, 0.3)
+            },
+        );
     }
 }
 

@@ -53,7 +53,7 @@ pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};
 pub use precision::Precision;
 pub use reduction::Reduction;
-pub use rotary::{Rotary, RotaryScaling};
+pub use rotary::{Divisors, LongRope, Rotary, RotaryScaling, Yarn};
 pub use routing::{Draw, Overflow, Pick, Routing, Selected, Selection};
 pub(crate) use traffic::Traffic;
 pub use windows::{Window, Windows};

@@ -336,13 +336,7 @@ impl Op for GroupedAttention {
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {
         let mut scalars = self.masks.scalars();
-        if let Some(Rotary { theta, scaling, features }) = self.shape.rotary {
-            scalars.push(("theta", theta));
-            scalars.extend(features.map(|features| ("features", features as f64)));
-            let scaling =
-                scaling.map(|scaling| [("factor", scaling.factor), ("positions", scaling.original_positions as f64)]);
-            scalars.extend(scaling.into_iter().flatten());
-        }
+        scalars.extend(self.shape.rotary.into_iter().flat_map(|rotary| rotary.scalars()));
         scalars
     }
 

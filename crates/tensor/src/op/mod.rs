@@ -64,6 +64,7 @@ mod norm;
 mod order;
 mod pool;
 mod relu;
+mod repeat;
 mod reshape;
 mod residual;
 mod softmax;
@@ -72,7 +73,7 @@ mod sum;
 mod swiglu;
 mod whole;
 
-pub use crate::kernel::{Rotary, RotaryScaling};
+pub use crate::kernel::{Divisors, LongRope, Rotary, RotaryScaling, Yarn};
 pub use channel_norm::Moments;
 pub use documents::{Documents, Mask};
 pub use exchange::{Exchange, Exchanged};

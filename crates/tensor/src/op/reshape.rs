@@ -1,6 +1,6 @@
 //! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`),
-//! in another order (`transpose`, `to_order`, `from_order`), and a part of them (`narrow`). Nothing is computed, so all
-//! keep `Partial`, and the zeros of padded shards.
+//! in another order (`transpose`, `to_order`, `from_order`), a part of them (`narrow`), and zeros beside them
+//! (`widen`). Nothing is computed, so all keep `Partial`, and the zeros of padded shards.
 
 use super::order::{self, Order};
 use super::prelude::*;
@@ -20,6 +20,8 @@ enum Reshape {
     Transpose(usize, usize),
     /// A range of a dim.
     Narrow(usize, Range<usize>),
+    /// A dim becomes a range of a longer one.
+    Widen(usize, Range<usize>),
     /// The indices of a dim in the order of these runs.
     Order(usize, Vec<Range<usize>>),
 }
@@ -125,6 +127,20 @@ impl Var {
         self.reshaped(Reshape::Narrow(dim, range), "narrow", &to)
     }
 
+    /// Zeros behind the elements along `dim`, up to the extent `extent`. The dim must be whole on this rank. Dim 0
+    /// counts samples and does not change.
+    pub fn widen(&self, dim: usize, extent: usize) -> Result<Var> {
+        let held = self.shape().get(dim).copied().filter(|&held| dim > 0 && held <= extent);
+        let Some(held) = held else {
+            let problem = format!("dim {dim} is none of 1..{}, or longer than {extent}", self.shape().len());
+            return Err(self.misfit("widen", problem, &[extent]));
+        };
+        if held == extent {
+            return Ok(self.clone());
+        }
+        self.reshaped(Reshape::Widen(dim, 0..held), "widen", &self.shape().with(dim, extent))
+    }
+
     /// The tokens along `dim`, which lie in the order of the sequence, in `order`. The dim must be whole on this rank.
     pub fn to_order(&self, dim: usize, order: &Order) -> Result<Var> {
         self.ordered(dim, order, |runs| runs)
@@ -171,7 +187,8 @@ impl Var {
 
     fn reshaped(&self, how: Reshape, op: &'static str, to: &[usize]) -> Result<Var> {
         let from = self.shape();
-        let as_many = matches!(how, Reshape::Narrow(..)) || to.iter().product::<usize>() == from.count();
+        let as_many =
+            matches!(how, Reshape::Narrow(..) | Reshape::Widen(..)) || to.iter().product::<usize>() == from.count();
         if to.len() > MAX_DIMS || !as_many {
             let problem = format!("as many elements on this rank as before, in at most {MAX_DIMS} dims");
             return Err(self.misfit(op, problem, to));
@@ -182,6 +199,22 @@ impl Var {
     fn misfit(&self, op: &'static str, problem: String, extents: &[usize]) -> Error {
         Error::Shape { op, problem, shapes: vec![self.shape().to_vec(), extents.to_vec()] }
     }
+}
+
+/// The indices `range` of dim `dim`, of this shape.
+fn narrowed(x: &Tensor, dim: usize, range: &Range<usize>, shape: Shape) -> Result<Tensor> {
+    let (outer, extent, inner) = x.shape().around(dim);
+    Tensor::from_buffer(
+        x.device(),
+        x.device().layout()?.narrow(x.buffer(), outer, extent, inner, range.clone())?,
+        shape,
+    )
+}
+
+/// `x` as the indices `range` of dim `dim` of this shape, among zeros.
+fn widened(x: &Tensor, dim: usize, range: &Range<usize>, shape: Shape) -> Result<Tensor> {
+    let (outer, extent, inner) = shape.around(dim);
+    Tensor::from_buffer(x.device(), x.device().layout()?.widen(x.buffer(), outer, extent, inner, range.clone())?, shape)
 }
 
 /// `x` with dims `a` and `b` swapped, `a` the smaller one.
@@ -216,6 +249,7 @@ impl Op for Reshaped {
             Reshape::Regroup(name, ..) => name,
             Reshape::Transpose(..) => "transpose",
             Reshape::Narrow(..) => "narrow",
+            Reshape::Widen(..) => "widen",
             Reshape::Order(..) => "order",
         }
     }
@@ -228,7 +262,7 @@ impl Op for Reshaped {
             Reshape::Free => rules::reshape(name, x, &self.from, &self.to),
             Reshape::Regroup(_, dims, into) => rules::regroup(name, x, &self.from, dims.clone(), *into),
             Reshape::Transpose(a, b) => rules::transpose(name, x, *a, *b),
-            Reshape::Narrow(dim, _) | Reshape::Order(dim, _) => rules::part_of(name, x, *dim),
+            Reshape::Narrow(dim, _) | Reshape::Widen(dim, _) | Reshape::Order(dim, _) => rules::part_of(name, x, *dim),
         }
     }
 
@@ -241,11 +275,8 @@ impl Op for Reshaped {
         match &self.how {
             Reshape::Free | Reshape::Regroup(..) => x.clone().reshape(self.to),
             Reshape::Transpose(a, b) => transposed(x, *a, *b),
-            Reshape::Narrow(dim, range) => {
-                let (outer, extent, inner) = x.shape().around(*dim);
-                let part = x.device().layout()?.narrow(x.buffer(), outer, extent, inner, range.clone())?;
-                Tensor::from_buffer(x.device(), part, x.shape().with(*dim, range.len()))
-            }
+            Reshape::Narrow(dim, range) => narrowed(x, *dim, range, self.to),
+            Reshape::Widen(dim, range) => widened(x, *dim, range, self.to),
             Reshape::Order(dim, runs) => order::in_order(x, *dim, runs),
         }
     }
@@ -254,11 +285,8 @@ impl Op for Reshaped {
         Ok(vec![Some(match &self.how {
             Reshape::Free | Reshape::Regroup(..) => grad.reshape(self.from)?,
             Reshape::Transpose(a, b) => transposed(&grad, *a, *b)?,
-            Reshape::Narrow(dim, range) => {
-                let (outer, extent, inner) = self.from.around(*dim);
-                let whole = grad.device().layout()?.widen(grad.buffer(), outer, extent, inner, range.clone())?;
-                Tensor::from_buffer(grad.device(), whole, self.from)?
-            }
+            Reshape::Narrow(dim, range) => widened(&grad, *dim, range, self.from)?,
+            Reshape::Widen(dim, range) => narrowed(&grad, *dim, range, self.from)?,
             Reshape::Order(dim, runs) => order::in_order(&grad, *dim, &order::places(runs))?,
         })])
     }

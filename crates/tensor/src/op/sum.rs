@@ -5,7 +5,9 @@
 
 use super::prelude::*;
 use super::whole::require_whole_values;
-use meshwork_core::tree;
+use crate::device::Device;
+use meshwork_core::{Buffer, tree};
+use std::sync::Arc;
 
 #[derive(Debug)]
 struct Sum {
@@ -90,6 +92,22 @@ impl Var {
     }
 }
 
+/// `scale` times the sums over the middle dim of x, of which this rank has so many reduction blocks.
+pub(super) fn tree_sum(
+    device: &Arc<dyn Device>,
+    x: &Buffer,
+    (outer, extent, inner): (usize, usize, usize),
+    blocks: usize,
+    scale: f64,
+) -> Result<Buffer> {
+    let (mut sums, count) = (device.reduction()?.sum(x, [outer, extent, inner], blocks, scale)?, outer * inner);
+    if blocks > 1 {
+        device.pointwise()?.tree_sum(&mut sums, 0, blocks, count, 0)?;
+        sums = sums.slice(0..count)?;
+    }
+    Ok(sums)
+}
+
 impl Op for Sum {
     fn name(&self) -> &'static str {
         self.name
@@ -105,12 +123,7 @@ impl Op for Sum {
         cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)?;
         let (outer, extent, inner) = x.shape().around(dim);
         let (device, x) = (x.device(), &cx.share(x)?);
-        let mut sums = device.reduction()?.sum(x.buffer(), [outer, extent, inner], self.blocks, self.scale)?;
-        let count = outer * inner;
-        if self.blocks > 1 {
-            device.pointwise()?.tree_sum(&mut sums, 0, self.blocks, count, 0)?;
-            sums = sums.slice(0..count)?;
-        }
+        let sums = tree_sum(device, x.buffer(), (outer, extent, inner), self.blocks, self.scale)?;
         let left: Vec<usize> = (0..ndim).filter(|&other| other != dim).map(|other| x.shape()[other]).collect();
         Tensor::from_buffer(device, sums, &left[..])
     }

@@ -184,6 +184,8 @@ pub fn cases() -> Vec<Case> {
         case("transpose", &[(&[2, 3, 4, 5], S(1))], |_, v| v[0].transpose(1, 3)),
         case("concat", &[(x, S(1)), (&[2, 4, 3], S(1))], |_, v| v[0].concat(&v[1], 2)),
         case("narrow", &[(x, S(2))], |_, v| v[0].narrow(1, 1..3)),
+        case("widen", &[(x, S(2))], |_, v| v[0].widen(1, 7)),
+        case("repeat", &[(x, R)], |_, v| v[0].repeat(2, 3, Axis::Tp)),
         case("copy", &[(x, I)], |_, v| v[0].copy(Axis::Tp)),
         case("all_reduce", &[(x, P)], |_, v| v[0].all_reduce(Axis::Tp)),
         case("all_reduce of what nobody else holds", &[(x, P)], |_, v| v[0].add(&v[0])?.all_reduce(Axis::Tp)),

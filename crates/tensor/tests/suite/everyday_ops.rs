@@ -68,6 +68,9 @@ fn gradients_of_reshapes() {
     }
     for dim in [1, 2] {
         check("narrow", &[X], |_, v| v[0].narrow(dim, 1..3));
+        check("widen", &[X], |_, v| v[0].widen(dim, 7)?.tanh());
+        let y: [&[usize]; 2] = [&[3, 3, 4, 5], &[3, 4, 3, 5]];
+        check("repeat", &[X, ("y", y[dim - 1])], |_, v| v[0].repeat(dim, 3, TP)?.mul(&v[1]));
     }
 }
 
@@ -112,6 +115,11 @@ fn values_by_index() {
         (vec![2, 3, 2, 5], build([2, 3, 2, 5], &|i, j, k, l| at(i, j, k + 1, l)))
     );
     assert_eq!(got(v.reshape(&[2, 12, 5]).unwrap()), (vec![2, 12, 5], x.clone()));
+    let or_zero = |i, j, k, l| if k < 4 { at(i, j, k, l) } else { 0.0 };
+    assert_eq!(got(v.widen(2, 6).unwrap()), (vec![2, 3, 6, 5], build([2, 3, 6, 5], &or_zero)));
+    assert_eq!(got(v.widen(2, 4).unwrap()), (vec![2, 3, 4, 5], x.clone()));
+    let repeated = v.flatten(2..4).unwrap().repeat(2, 2, TP).unwrap();
+    assert_eq!(got(repeated), (vec![2, 3, 2, 20], build([2, 3, 2, 20], &|i, j, _, l| at(i, j, l / 5, l % 5))));
     let parts = [v.narrow(2, 0..1).unwrap(), v.narrow(2, 1..4).unwrap()];
     assert_eq!(got(parts[0].concat(&parts[1], 2).unwrap()), (vec![2, 3, 4, 5], x.clone()));
     let sum = build([2, 3, 5, 1], &|i, j, l, _| (0..4).map(|k| at(i, j, k, l)).fold(0.0, |sum, x| sum + x));
@@ -296,6 +304,14 @@ fn wrong_programs_are_refused() {
          ranks' share; split(I→S) targets along dim 1 first",
     );
     refused(
+        |_, x| x(I).repeat(1, 2, TP),
+        "repeat: on axis tp, x is Invariant, and each rank repeats all of it; copy or all_gather x first, so that it is Replicate",
+    );
+    refused(
+        |_, x| x(S(1)).widen(1, 9),
+        "widen: on axis tp, dim 1 of x is sharded, and widen needs the whole of it on one rank; all_gather x along dim 1 first",
+    );
+    refused(
         |_, x| x(S(1)).narrow(1, 0..1),
         "narrow: on axis tp, dim 1 of x is sharded, and narrow needs the whole of it on one rank; all_gather x along dim 1 first",
     );
@@ -349,6 +365,9 @@ fn shapes_that_do_not_fit_are_refused() {
         ),
         (v.concat(&v, 0), "concat: dim 0 counts samples and stays as it is (shapes [[2, 4, 6], [2, 4, 6]])"),
         (v.narrow(0, 0..1), "narrow: dim 0 counts samples and stays as it is (shapes [[2, 4, 6]])"),
+        (v.widen(1, 3), "widen: dim 1 is none of 1..3, or longer than 3 (shapes [[2, 4, 6], [3]])"),
+        (v.repeat(0, 2, TP), "repeat: dim 0 counts samples and stays as it is (shapes [[2, 4, 6]])"),
+        (v.repeat(4, 2, TP), "repeat: a new dim lies in front of one of 3 dims, or behind them (shapes [[2, 4, 6]])"),
     ] {
         assert_eq!(result.unwrap_err().to_string(), message);
     }

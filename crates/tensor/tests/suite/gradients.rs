@@ -3,7 +3,7 @@
 use crate::common::check::{check, check_on};
 use crate::common::{NoParams, alone, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::{Mask, MlpKind, Moments, Order, Rotary, RotaryScaling};
+use meshwork_tensor::op::{Divisors, LongRope, Mask, MlpKind, Moments, Order, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
@@ -233,12 +233,21 @@ fn causal_attention_with_dropout() {
 
 #[test]
 fn grouped_attention() {
-    let rotary = Rotary {
-        theta: 30.0,
-        scaling: Some(RotaryScaling { original_positions: 8, ..RotaryScaling::LLAMA_3_1 }),
-        features: None,
+    let scaling = RotaryScaling::Llama3 {
+        factor: 8.0,
+        low_frequency_factor: 1.0,
+        high_frequency_factor: 4.0,
+        original_positions: 8,
     };
-    for (rotary, dropout) in [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn")))] {
+    let rotary = Rotary { theta: 30.0, scaling: Some(scaling), features: None };
+    // What turns is scaled, and of two features alone.
+    let divisors = Divisors::new(&[2.0]).unwrap();
+    let (original_positions, length, attention_factor) = (8, 8, 1.5);
+    let scaling = LongRope { short: divisors, long: divisors, original_positions, length, attention_factor };
+    let scaled = Rotary { scaling: Some(RotaryScaling::LongRope(scaling)), features: Some(2), ..rotary };
+    for (rotary, dropout) in
+        [(None, None), (Some(rotary), None), (Some(rotary), Some((0.4, "h.0.attn"))), (Some(scaled), None)]
+    {
         let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12])];
         check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));
         let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 2]), ("kv", &[1, 70, 2, 2])];

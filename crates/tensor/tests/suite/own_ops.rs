@@ -104,6 +104,9 @@ fn other_dims() {
     check("squeeze", &[x(&[3, 1, 5]).fixed(&[1])], |v| v[0].squeeze(1));
     check("transpose", &[x(&[3, 1, 5])], |v| v[0].transpose(1, 2));
     check("narrow", &[x(&[3, 5, 1])], |v| v[0].narrow(1, 1..4));
+    check("widen", &[x(&[3, 5, 1]).fixed(&[1])], |v| v[0].widen(1, 8));
+    // Its new dim has 12 elements, whatever the ranks.
+    check("repeat", &[x(&[3, 5])], |v| v[0].repeat(1, 12 / v[0].tape().rank().mesh().degree(Axis::Tp), Axis::Tp));
     for dim in 1..3 {
         check("concat", &[x(&[1, 3, 5]), y(&[1, 3, 5])], |v| v[0].concat(&v[1], dim));
     }

@@ -14,8 +14,8 @@ use crate::generate::Compressed;
 use meshwork_core::{CommError, Group};
 use meshwork_engine::{Plan, StateKind, StateView, TrainError, Trainer, state_layout};
 use meshwork_models::huggingface::{self, AdapterExport, Export, Pretrained, tokenizer_files};
+use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::Adapters;
-use meshwork_tensor::{ParamSpec, Role};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -268,8 +268,8 @@ impl<'a> Weights<'a> {
         let world = trainer.rank().world();
         let mut slices: BTreeMap<String, Vec<Slice>> = BTreeMap::new();
         let layout = state_layout(trainer.plan().model(), plan)?;
-        let is_weight = |kind| matches!(kind, StateKind::Parameter(role) if role != Role::Buffer);
-        for of in layout.into_iter().filter(|of| of.key.state.is_none() && is_weight(of.kind)) {
+        let is_parameter = |kind| matches!(kind, StateKind::Parameter(_));
+        for of in layout.into_iter().filter(|of| of.key.state.is_none() && is_parameter(of.kind)) {
             let held = slices.entry(of.key.parameter).or_default();
             match held.iter_mut().find(|(ranges, _)| *ranges == of.slice.ranges) {
                 Some((_, first)) => *first = of.rank.min(*first),

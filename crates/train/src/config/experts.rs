@@ -72,10 +72,13 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         let problem = format!("is not divisible by {tp} = {} ({etp} cuts experts)", mesh.tp);
         Fault::new(key, width, problem, multiple(width, mesh.tp))
     });
-    let every = "moe.every_n_layers";
-    settings.require(&[every, "model.num_layers"], experts.count(layers) > 0, || {
+    let (every, first) = ("moe.every_n_layers", "moe.first_dense_layers");
+    settings.require(&[every, first, "model.num_layers"], experts.count(layers) > 0, || {
         let problem = format!("leaves no layer of model.num_layers = {layers} with experts");
-        Fault::new(every, experts.every_n_layers, problem, format!("use {layers} or fewer"))
+        match experts.first_dense_layers {
+            0 => Fault::new(every, experts.every_n_layers, problem, format!("use {layers} or fewer")),
+            dense => Fault::new(first, dense, problem, format!("use fewer than {layers}, and a smaller {every}")),
+        }
     });
     settings.require(&[], !canonical || experts.moe.aux_loss_scope != AuxLossScope::GlobalBatch, || {
         let problem = "depends on how the batch is cut, and training.numerics is canonical";

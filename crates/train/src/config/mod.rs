@@ -59,8 +59,8 @@ pub(crate) use settings::Settings;
 pub use words::{
     CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport, LossScaleWord,
     LossScaling, MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord,
-    Recomputed, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
-    WordOr,
+    Recomputed, ReductionName, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps,
+    VerifyWord, WordOr,
 };
 
 impl Config {

@@ -108,6 +108,7 @@ impl Config {
                 layers: 1,
             },
             every_n_layers: moe.every_n_layers,
+            first_dense_layers: moe.first_dense_layers,
             num_shared_experts: moe.num_shared_experts,
             expert_hidden_size: moe.expert_hidden_size,
             over_tp: self.parallelism.expert_tensor_parallel > 1,
@@ -142,7 +143,7 @@ impl Config {
 
     fn llama(&self) -> DecoderConfig {
         let model = &self.model;
-        let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling {
+        let scaling = (model.rope_scaling_factor != 1.0).then_some(RotaryScaling::Llama3 {
             factor: model.rope_scaling_factor,
             low_frequency_factor: model.rope_scaling_low_freq_factor,
             high_frequency_factor: model.rope_scaling_high_freq_factor,

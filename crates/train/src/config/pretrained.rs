@@ -106,8 +106,11 @@ pub(crate) fn derive(settings: &mut Settings) {
 
 /// Whether the keys of `[model]` and `[moe]` alone say what a model is.
 fn is_of_keys(of: &Architecture) -> bool {
-    let scaling = of.decoder.rotary.and_then(|rotary| rotary.scaling);
-    let plain = of.decoder.head_dim.is_none() && scaling.is_none_or(|of| of.low_frequency_factor.is_finite());
+    let DecoderConfig { rotary, head_dim, attention_bias, fused_qkv, mlp_bias, .. } = of.decoder;
+    let scaling = rotary.and_then(|rotary| rotary.scaling);
+    let plain = head_dim.is_none()
+        && matches!(scaling, None | Some(RotaryScaling::Llama3 { .. }))
+        && (fused_qkv || !(attention_bias.input || mlp_bias));
     let kinds = [&gpt2::FAMILY, &llama::FAMILY].map(|family| family.class);
     plain
         && (kinds.contains(&of.family.class) || ["MistralForCausalLM", "MixtralForCausalLM"].contains(&of.family.class))
@@ -153,19 +156,22 @@ fn sizes(of: &Architecture) -> Vec<(&'static str, Value)> {
 }
 
 fn scaling(of: Option<RotaryScaling>) -> Vec<(&'static str, Value)> {
-    let mut keys = vec![("model.rope_scaling_factor", of.map_or(1.0, |of| of.factor).into())];
-    keys.extend(of.into_iter().flat_map(|of| {
-        [
-            ("model.rope_scaling_low_freq_factor", of.low_frequency_factor.into()),
-            ("model.rope_scaling_high_freq_factor", of.high_frequency_factor.into()),
-            ("model.rope_scaling_original_seq_len", int(of.original_positions)),
-        ]
-    }));
-    keys
+    const FACTOR: &str = "model.rope_scaling_factor";
+    match of {
+        Some(RotaryScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_positions }) => {
+            vec![
+                (FACTOR, factor.into()),
+                ("model.rope_scaling_low_freq_factor", low_frequency_factor.into()),
+                ("model.rope_scaling_high_freq_factor", high_frequency_factor.into()),
+                ("model.rope_scaling_original_seq_len", int(original_positions)),
+            ]
+        }
+        _ => vec![(FACTOR, 1.0.into())],
+    }
 }
 
 fn experts(of: &ExpertsConfig) -> Vec<(&'static str, Value)> {
-    let ExpertsConfig { moe, every_n_layers, num_shared_experts, expert_hidden_size, .. } = of;
+    let ExpertsConfig { moe, every_n_layers, first_dense_layers, num_shared_experts, expert_hidden_size, .. } = of;
     vec![
         ("moe.num_experts", int(moe.num_experts)),
         ("moe.top_k", int(moe.top_k)),
@@ -176,6 +182,7 @@ fn experts(of: &ExpertsConfig) -> Vec<(&'static str, Value)> {
         ("moe.top_groups", int(moe.groups.top_groups)),
         ("moe.routed_scaling", moe.routed_scaling.into()),
         ("moe.every_n_layers", int(*every_n_layers)),
+        ("moe.first_dense_layers", int(*first_dense_layers)),
         ("moe.num_shared_experts", int(*num_shared_experts)),
         ("moe.expert_hidden_size", int(*expert_hidden_size)),
     ]

@@ -20,7 +20,7 @@ use super::settings::Settings;
 use super::words::{
     AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport,
     LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
-    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
+    Overlong, RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
     ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
@@ -192,6 +192,8 @@ sections! {
         z_loss_coeff: f64 = float(0.0), Number(NotNegative), Numbers, if EXPERTS;
         /// Every so many layers have experts, the last of them first.
         every_n_layers: usize = Derived("by preset, else 1"), Count(1), Model, if EXPERTS;
+        /// The first layers, of which none has experts, as in DeepSeek-V3.
+        first_dense_layers: usize = int(0), Count(0), Model, if EXPERTS;
         /// Experts that every token goes to, beside its own.
         num_shared_experts: usize = Derived("by preset, else 0"), Count(0), Model, if EXPERTS;
         /// Width inside an expert.
@@ -512,6 +514,9 @@ sections! {
         kind: CommKind = is("auto"), Choice(CommKind::WORDS), Speed;
         /// Ranks of a process that MPI joins to others: consecutive ranks, as threads.
         ranks_per_process: usize = int(1), Count(1), Speed;
+        /// Who adds up f32 and f64 between processes. tree: meshwork, with the bits of threads. native: MPI, in an
+        /// order of its own, which canonical numerics refuse; docs/clusters.md says where it is faster.
+        reduction: ReductionName = is("tree"), Choice(ReductionName::WORDS), Rounding;
         /// The MPI library, by path or name (libmpi.so.40); unset: the one that fits the launcher, else any that is
         /// found.
         library: Option<String> = Unset, Text, Speed;

@@ -222,6 +222,31 @@ fn models_of_experts_have_every_value_of_the_cpu() {
     }
 }
 
+/// Latent attention with groups of experts and values wider than queries, on whole sequences and over cp; features that
+/// turn and are scaled.
+#[test]
+fn families_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/huggingface");
+    let over_cp = "--set=parallelism.context_parallel_method=all_to_all";
+    for (name, mesh, more) in [
+        ("deepseek_v3", "tp=2,dp=2,ep=2", &[][..]),
+        ("deepseek_v3", "cp=2", &[over_cp]),
+        ("deepseek_v2", "tp=2,pp=2", &["--set=parallelism.sequence_parallel=true"]),
+        ("llama_yarn", "dp=2,tp=2", &[]),
+    ] {
+        let text = std::fs::read_to_string(models.join(name).join("config.json")).unwrap();
+        let of_bytes = text.replace("\"vocab_size\": 29", "\"vocab_size\": 256");
+        assert_ne!(text, of_bytes);
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulated_{name}_{mesh}.json"));
+        std::fs::write(&path, of_bytes).unwrap();
+        let (shared, config) = (emulator(&kernels, 0), format!("--set=model.config={}", path.display()));
+        let report = diff_of(&[&[&config, "--set=model.dropout=0"], more].concat(), mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{name} on {mesh}: {report}");
+    }
+}
+
 /// Packed examples, whose documents attention keeps apart and of which only answers are learnt.
 #[test]
 fn packed_examples_have_every_value_of_the_cpu() {

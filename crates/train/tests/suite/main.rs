@@ -3,6 +3,7 @@
 
 #![allow(clippy::result_large_err, reason = "tests return the errors of ranks as they are")]
 
+mod arguments;
 mod checkpoint;
 mod config;
 mod configurations;

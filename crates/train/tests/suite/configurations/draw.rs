@@ -515,6 +515,7 @@ impl Frame {
             },
             "moe.z_loss_coeff" => one_of(rng, &["0.001"]),
             "moe.every_n_layers" => some(&rng.pick(&[1, 1, 1, 2])),
+            "moe.first_dense_layers" => some(&rng.pick(&[0, 0, 0, 1])),
             "moe.num_shared_experts" => some(&rng.pick(&[0, 0, 1, 2])),
             "moe.expert_hidden_size" => match rng.below(8) {
                 0 => some(&(1 + rng.below(12))),
@@ -845,6 +846,8 @@ impl Frame {
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "comm.kind" => one_of(rng, &["auto", "threads"]),
             "comm.ranks_per_process" => one_of(rng, &["1", "2"]),
+            "comm.reduction" if !self.canonical => one_of(rng, &["tree", "native"]),
+            "comm.reduction" => rarely(rng, 200).then(|| "native".to_owned()),
             "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
             "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
             "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),

@@ -165,14 +165,16 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(router == "expert_choice", "experts choose, not groups");
     }
     rule(etp > 1 && !divides(tp, count(case, "moe.expert_hidden_size", 0)), "the width of experts over tp");
-    rule(count(case, "moe.every_n_layers", 1) > count(case, "model.num_layers", 0), "no layer has experts");
+    let (every, dense) = (count(case, "moe.every_n_layers", 1), count(case, "moe.first_dense_layers", 0));
+    let of_experts = |layer: usize| layer >= dense && divides(every, layer + 1);
+    rule(!(0..count(case, "model.num_layers", 0)).any(of_experts), "no layer has experts");
     rule(own(case).is_none() && !generator(case).is_synchronous(), "no load of a whole step");
     let exported = case.get("checkpoint.export").is_some();
     rule(exported && !is_llama(case), "no folder for a GPT-2 with experts");
     rule(exported && router != "topk", "Mixtral's router is topk");
     rule(exported && (groups > 1 || number("moe.capacity_factor") > 0.0), "Mixtral has neither groups nor a capacity");
     rule(exported && count(case, "moe.num_shared_experts", 0) > 0, "Mixtral has no shared experts");
-    rule(exported && count(case, "moe.every_n_layers", 1) != 1, "Mixtral has experts in every layer");
+    rule(exported && (every, dense) != (1, 0), "Mixtral has experts in every layer");
     rule(exported && case.get("moe.normalize_top_k") == Some("false"), "Mixtral's weights add up to 1");
     rule(
         exported && case.read::<f64>("moe.routed_scaling").is_some_and(|scaling| scaling != 1.0),
@@ -333,6 +335,7 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let whole = |count: usize, ranks: usize| ranks == 1 || divides(ranks, count) && (count / ranks).is_power_of_two();
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
+    rule(case.get("comm.reduction") == Some("native"), "MPI adds up in an order of its own");
     rule(blocks > 4096, "more blocks than any tp has use for");
 }
 

@@ -75,8 +75,14 @@ fn rules() -> [Rule; 6] {
 /// Four experts in every other layer.
 fn experts() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::Switch, top_k: 1, ..MoeConfig::default() };
-    let experts =
-        ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: false };
+    let experts = ExpertsConfig {
+        moe,
+        every_n_layers: 2,
+        first_dense_layers: 0,
+        num_shared_experts: 0,
+        expert_hidden_size: 32,
+        over_tp: false,
+    };
     Arc::new(Gpt2::new(super::small_gpt2()).with_experts(Some(experts)))
 }
 
