@@ -25,7 +25,7 @@ from .files import random_tokens
 from .machine import ROOT, read
 
 PEERS = ROOT / "benches" / "peers"
-REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8"]
+REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8", "transformers==5.23.0", "peft==0.21.2"]
 TIMEOUT_S = 1800
 
 # Our programs: how cargo builds each.

@@ -355,8 +355,8 @@ fn serial<T: Float>(
     }
 }
 
-/// [`gemm::product`] with an epilogue. It is not generic, so that the tiles of all paths are compiled in this crate alone,
-/// and not in each that multiplies.
+/// [`gemm::product`] with an epilogue. It is not generic, so that the tiles of all paths are compiled in this crate
+/// alone, and not in each that multiplies.
 ///
 /// # Safety
 /// As for [`gemm::product`].

@@ -93,6 +93,8 @@ words! {
     Overlong { Truncate = "truncate", Skip = "skip" }
     /// `data.token_type`.
     TokenType { Auto = "auto", U8 = "u8", U16 = "u16", U32 = "u32", I32 = "i32", U64 = "u64", I64 = "i64" }
+    /// `lora.export`.
+    LoraExport { Merged = "merged", Adapter = "adapter" }
     /// `validation.compression`.
     ValidationCompression { AsTrained = "as_trained", Off = "off", Both = "both" }
     /// `compress.rounding`.

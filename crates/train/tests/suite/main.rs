@@ -16,6 +16,7 @@ mod faults;
 mod generation;
 mod huggingface;
 mod images;
+mod lora;
 mod mesh;
 mod metrics;
 mod mutations;
