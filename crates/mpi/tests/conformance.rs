@@ -109,8 +109,8 @@ fn four_processes() {
     processes("four_processes", 4, options(1), &[OPEN]);
 }
 
-/// Sums of f32 and f64 by the library: exact ones, as it adds up in another order than the tree. A fault may leave a sum
-/// behind; then MPI is not finalised, for which the launcher ends the job when the first process does.
+/// Sums of f32 and f64 by the library: exact ones, as it adds up in another order than the tree. A fault may leave a
+/// sum behind; then MPI is not finalised, for which the launcher ends the job when the first process does.
 #[test]
 fn four_processes_whose_library_adds_up() {
     let conform = |output: &Output| String::from_utf8_lossy(&output.stdout).matches("it conforms\n").count() == 4;
