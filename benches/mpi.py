@@ -6,12 +6,14 @@
     python3 benches/mpi.py [--processes 2] [--rounds 5] [--library openmpi]
     python3 benches/mpi.py --overlap
     python3 benches/mpi.py --hybrid
+    python3 benches/mpi.py --native [--processes 4]
 
 Prints, for each library, operation and size, the medians of both in microseconds over the rounds, their spread
 (largest by smallest), and theirs divided by ours: above 1 we are faster. mpi4py waits with a busy core; ours leaves it.
 
 --overlap: a computation and an all-reduce of each rank, alone and both at once, with ours and with mpi4py's Iallreduce;
 "pending" is the computation alone while the other ranks have not come to the all-reduce.
+--native: sums by our tree beside sums by the library (comm.reduction = "native").
 --hybrid: two processes of four ranks beside eight processes of one rank, and beside mpi4py over eight processes.
 """
 
@@ -137,6 +139,7 @@ def main():
     words.add_argument("--library", choices=[name for name, _ in LIBRARIES], help="by default both")
     words.add_argument("--overlap", action="store_true")
     words.add_argument("--hybrid", action="store_true")
+    words.add_argument("--native", action="store_true")
     words.add_argument("--program", type=Path, help="the benchmark of crates/mpi; by default the newest of a release build")
     words.add_argument("--theirs", choices=["calls", "overlap"], help=argparse.SUPPRESS)
     args = words.parse_args()
@@ -159,6 +162,10 @@ def main():
         if args.hybrid:
             names = ["2 x 4 us", "8 x 1 us", "mpi4py us"]
             rows = in_turn(args.rounds, ours(2, "4"), ours(8), mpi4py(8, "calls"))
+        elif args.native:
+            names = ["tree us", "native us", "mpi4py us"]
+            sides = (ours(args.processes), ours(args.processes, "native"), mpi4py(args.processes, "calls"))
+            rows = {key: row for key, row in in_turn(args.rounds, *sides).items() if "reduce" in key[0]}
         else:
             names = ["ours us", "mpi4py us"]
             rows = in_turn(args.rounds, ours(args.processes), mpi4py(args.processes, "calls"))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What ranks of 16 to 65,536 do beside training, on paper: messages, bytes and seconds of one rank, by the plans of crates/mpi.
 
-    scripts/scale_on_paper.py [--message 6.5e-6] [--byte 6.5e-11] [--ranks-per-process 8]
+    scripts/scale_on_paper.py [--message 3.3e-6] [--byte 5.5e-11] [--ranks-per-process 8]
 
 The constants are the time of a message of few bytes and the time of a byte: `benches/mpi.py` measures both (the
 all_gather of 4 KiB; the send_recv of 64 MiB, which is there and back, by its bytes). Times are those of the rank that does most, without the start of
@@ -20,8 +20,8 @@ CLOCK = 8  # round trips by which a rank compares its clock: crates/core/src/com
 
 def main():
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--message", type=float, default=6.5e-6, help="seconds of a message of few bytes")
-    words.add_argument("--byte", type=float, default=6.5e-11, help="seconds of a byte")
+    words.add_argument("--message", type=float, default=3.3e-6, help="seconds of a message of few bytes")
+    words.add_argument("--byte", type=float, default=5.5e-11, help="seconds of a byte")
     words.add_argument("--ranks-per-process", type=int, default=8)
     args = words.parse_args()
     each = args.ranks_per_process

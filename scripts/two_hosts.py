@@ -7,6 +7,7 @@
 
 - Training: `dp` across the hosts, `tp` inside each, in canonical numerics: the losses are those of threads, bit by bit.
 - 100 ms of delay and 1% of lost packets, where the kernel has netem: the same losses.
+- The disk of the second host is full, where its ranks write their logs: every process ends, and an error names the file.
 - The link goes down: every rank ends with an error that names ranks that it lost, and no process is left. A rank that loses the rank that
   judges asks the next one, so the ranks of the second host may take twice the timeout.
 
@@ -127,12 +128,13 @@ class Losses:
 class Hosts:
     def __init__(self, args, folder):
         self.args, self.folder, self.losses = args, folder, Losses(args.programs, folder)
-        self.agent = folder / "agent"
+        self.agent, self.full = folder / "agent", folder / "full"
         variables = " ".join(f"{name}={value}" for name, value in self.variables().items())
         near, far = SPACES.items()
         self.agent.write_text(
             f'#!/bin/bash\nhost=$1; shift\n[[ $host == {near[0]} ]] && space={near[1]} || space={far[1]}\n'
-            f'exec ip netns exec $space unshare --uts env {variables} bash -c "hostname $space; $*"\n'
+            f"[[ -d {self.full} ]] && full='mount -t tmpfs -o size=4k full {self.full}; head -c 4096 /dev/zero > {self.full}/rest;'\n"
+            f'exec ip netns exec $space unshare --uts --mount env {variables} bash -c "hostname $space; $full $*"\n'
         )
         self.agent.chmod(0o755)
 
@@ -158,6 +160,21 @@ class Hosts:
         if ranks.returncode or "4 processes on 2 hosts by " not in text:
             sys.exit(f"{name}: ended with {ranks.returncode}\n{text}")
         return self.losses.of(name)
+
+
+def full_disk(hosts):
+    hosts.full.mkdir()
+    begun, ranks = time.monotonic(), hosts.launch("room", "training.steps=1000000", f"comm.log_dir={hosts.full}")
+    try:
+        text, _ = ranks.communicate(timeout=LAST + TIMEOUT)
+    except subprocess.TimeoutExpired:
+        left = processes("gpt_train")
+        ranks.kill()
+        sys.exit(f"a full disk: mpirun and processes {left} are left after {LAST + TIMEOUT} s\n{ranks.communicate()[0]}")
+    if ranks.returncode == 0 or "No space left on device" not in text or str(hosts.full) not in text:
+        sys.exit(f"a full disk: ended with {ranks.returncode}, and no error names the file\n{text}")
+    shutil.rmtree(hosts.full)
+    print(f"a full disk on one host: all ended after {time.monotonic() - begun:.1f} s")
 
 
 def link_goes_down(hosts):
@@ -210,6 +227,7 @@ def main():
                     subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", end, "root"], check=True)
             else:
                 print("skipped: the kernel has no netem, so no delay and no lost packets")
+            full_disk(hosts)
             link_goes_down(hosts)
         finally:
             part_hosts()

@@ -25,7 +25,7 @@ from .files import random_tokens
 from .machine import ROOT, read
 
 PEERS = ROOT / "benches" / "peers"
-REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8"]
+REQUIREMENTS = ["torch==2.15.0", "numpy", "jax==0.10.2", "optax==0.2.8", "transformers==5.23.0", "peft==0.21.2"]
 TIMEOUT_S = 1800
 
 # Our programs: how cargo builds each.
@@ -117,6 +117,8 @@ class Programs:
         mpi = ROOT / "target" / "mpi" / "openmpi"
         command = self.command(text, size, threads=max(cores // processes, 1))
         root = {"TERM": "dumb", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if cores == os.cpu_count():
+            del command.environment["MESHWORK_THREADS"]  # then a rank that waits leaves its core to the other processes
         command.environment |= {"OPAL_PREFIX": str(mpi), "LD_LIBRARY_PATH": str(mpi / "lib"), **root}
         launch = [mpi / "bin" / "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(processes)]
         command.argv = [*launch, *command.argv, "--set", "metrics.sample_tokens=0"]

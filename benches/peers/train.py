@@ -1,6 +1,7 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
 `--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
 `--experts N --top-k K --form loop|grouped`: that Llama with N experts in each block, K of them for a token.
+`--lora N`: GPT-2 frozen, with adapters of rank N beside its linear layers, by peft.
 `--loss-chunk N --chunks function|checkpoint`: GPT-2 with the logits of N tokens at a time.
 `--device cuda`: on the first GPU, with the fused AdamW, and a last line that says how much of its memory was in use at most."""
 
@@ -16,11 +17,16 @@ import gpt
 import llama
 import program
 
-flags = dict(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped", loss_chunk=0, chunks="function", device="cpu")
+flags = dict(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped", loss_chunk=0, lora=0, chunks="function", device="cpu")
 args, work = program.arguments(**flags)
 cuda = args.device != "cpu"
 network = partial(experts.Experts, count=args.experts, top_k=args.top_k, form=args.form) if args.experts else llama.FeedForward
 model = llama.Llama(work, args.kv_heads, args.ffn, network) if args.kv_heads else gpt.Gpt(work)
+if args.lora:
+    import peft
+
+    layers = ["qkv.0", "attention.out", "up", "down"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=args.lora, lora_alpha=16, target_modules=layers))
 model.to(args.device)
 optimizer = gpt.adamw(model, fused=cuda)
 batches = gpt.Batches(work)

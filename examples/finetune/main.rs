@@ -31,7 +31,7 @@ const SETTINGS: [&str; 10] = [
     "optimizer.weight_decay=0",
     "lr_scheduler.warmup_steps=20",
     "lr_scheduler.decay=cosine",
-    "metrics.sample_tokens=48",
+    "metrics.sample_tokens=0",
 ];
 
 /// The folder of a run without data.
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
             let best = outcome.best.map_or(String::new(), |best| {
                 format!("the lowest validation loss was {:.4}, after step {}\n", best.loss, best.step)
             });
-            show(&format_args!("{best}{}\n", outcome.sample))
+            show(&best)
         }
     }
 }

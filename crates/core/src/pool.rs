@@ -6,6 +6,9 @@
 //! rank's core works for the rank that it waits for. With as many busy ranks as cores no worker helps, and sharing
 //! costs a lock and a push.
 //!
+//! Processes that use the same cores may count their threads together ([`share_cores`]): then a core whose rank waits
+//! works for the ranks of other processes too.
+//!
 //! - **Results do not depend on it.** The caller cuts the pieces; results do not depend on which thread does which
 //!   piece.
 //! - **No thread depends on a worker.** The thread that shares does every piece that no worker has taken. It waits only
@@ -19,7 +22,7 @@ use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::PoisonError;
+use std::sync::{OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -35,10 +38,26 @@ pub fn threads() -> usize {
     #[cfg(shuttle)]
     return sync::model::threads();
     #[cfg(not(shuttle))]
-    sync::once!(usize, {
-        let asked = std::env::var(THREADS_VARIABLE).ok().and_then(|value| value.parse().ok());
-        asked.filter(|&threads| threads > 0).unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from))
-    })
+    sync::once!(usize, { asked().unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from)) })
+}
+
+/// The number of threads that [`THREADS_VARIABLE`] asks for.
+#[cfg(not(shuttle))]
+fn asked() -> Option<usize> {
+    let asked = std::env::var(THREADS_VARIABLE).ok()?.parse().ok();
+    asked.filter(|&threads| threads > 0)
+}
+
+/// Counts the threads of this process that compute in `busy` from now on: memory that it has in common with other
+/// processes which use the same cores. A worker helps while fewer threads of all of them compute than there are cores.
+/// Only the first call counts, before the process has ranks, and none where [`THREADS_VARIABLE`] gives the process a
+/// number of its own.
+#[cfg(not(shuttle))]
+pub fn share_cores(busy: &'static AtomicUsize) {
+    let pool = Pool::of_process();
+    if asked().is_none() && pool.shared.set(busy).is_ok() {
+        busy.fetch_add(pool.busy.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
 }
 
 /// Calls `work` on every item, on this thread and on cores that are free; returns when all are done.
@@ -74,7 +93,7 @@ pub fn yield_core<R>(wait: impl FnOnce() -> R) -> R {
 #[cfg(shuttle)]
 pub fn is_idle() -> bool {
     let pool = Pool::of_process();
-    pool.busy.load(Ordering::Relaxed) == 0 && pool.lock().jobs.is_empty()
+    pool.busy().load(Ordering::Relaxed) == 0 && pool.lock().jobs.is_empty()
 }
 
 sync::thread_local! {
@@ -99,7 +118,7 @@ impl Core {
     fn enter(pool: &'static Pool) -> Core {
         let pool = (!HOLDS_CORE.with(|holds| holds.replace(true))).then_some(pool);
         if let Some(pool) = pool {
-            pool.busy.fetch_add(1, Ordering::Relaxed);
+            pool.busy().fetch_add(1, Ordering::Relaxed);
         }
         Core { pool }
     }
@@ -163,6 +182,8 @@ struct Pool {
     out: Condvar,
     /// Threads that compute: ranks that do not wait, and workers in a job.
     busy: AtomicUsize,
+    /// The same of all processes that use the same cores, if they count together.
+    shared: OnceLock<&'static AtomicUsize>,
     /// Length of `State::jobs`, readable without the lock.
     listed: AtomicUsize,
 }
@@ -181,6 +202,7 @@ impl Pool {
             work: Condvar::new(),
             out: Condvar::new(),
             busy: AtomicUsize::new(0),
+            shared: OnceLock::new(),
             listed: AtomicUsize::new(0),
         }));
         for i in 1..threads {
@@ -201,7 +223,7 @@ impl Pool {
             let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
             while let Some(item) = next() {
                 work(item);
-                if helping && self.busy.load(Ordering::Relaxed) > self.threads {
+                if helping && self.busy().load(Ordering::Relaxed) > self.threads {
                     return false;
                 }
             }
@@ -228,17 +250,21 @@ impl Pool {
         wait()
     }
 
+    fn busy(&self) -> &AtomicUsize {
+        self.shared.get().copied().unwrap_or(&self.busy)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn has_free_core(&self) -> bool {
-        self.busy.load(Ordering::Relaxed) < self.threads
+        self.busy().load(Ordering::Relaxed) < self.threads
     }
 
     /// This thread stops computing; a worker may take its core.
     fn leave(&self) {
-        self.busy.fetch_sub(1, Ordering::Relaxed);
+        self.busy().fetch_sub(1, Ordering::Relaxed);
         if self.listed.load(Ordering::Relaxed) > 0 && self.has_free_core() && self.lock().sleeping > 0 {
             self.work.notify_one();
         }
@@ -253,7 +279,7 @@ impl Pool {
         self.listed.store(state.jobs.len(), Ordering::Relaxed);
         let sleeping = state.sleeping;
         drop(state);
-        let free = self.threads.saturating_sub(self.busy.load(Ordering::Relaxed));
+        let free = self.threads.saturating_sub(self.busy().load(Ordering::Relaxed));
         for _ in 0..free.min(sleeping) {
             self.work.notify_one();
         }
@@ -309,13 +335,13 @@ impl Pool {
             // at `helpers`; with `helpers` above 0 it stays in `run`, and the job alive, until the last use below.
             let job = unsafe { &*at };
             job.helpers.fetch_add(1, Ordering::Relaxed);
-            self.busy.fetch_add(1, Ordering::Relaxed);
+            self.busy().fetch_add(1, Ordering::Relaxed);
             drop(state);
             let none_left = job.drain(true).unwrap_or_else(|panic| {
                 job.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
                 true
             });
-            self.busy.fetch_sub(1, Ordering::Relaxed);
+            self.busy().fetch_sub(1, Ordering::Relaxed);
             state = self.lock();
             if none_left {
                 self.unlist(&mut state, at);

@@ -2,12 +2,12 @@
 
 use meshwork_core::{Axis, Communicator, Coords};
 use meshwork_engine::{Plan, TrainError, Trainer, Verify};
+use meshwork_models::huggingface;
 use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
-use meshwork_train::Devices;
 use meshwork_train::config::Config;
-use std::path::PathBuf;
+use meshwork_train::{Devices, StartWeights};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ pub struct Side<'a> {
     pub model: Arc<dyn Model>,
     /// The plan of its training.
     pub plan: Plan,
-    /// The folder of the Hugging Face model from whose weights it starts; without one, values are drawn.
-    pub init_from: Option<PathBuf>,
+    /// The weights that it starts from; without some, values are drawn.
+    pub start: Option<Arc<StartWeights>>,
     /// Its data.
     pub data: &'a dyn BatchSource,
     /// Text to print after its mesh, such as `, sequence parallel`.
@@ -68,8 +68,12 @@ impl<'a> Side<'a> {
         let note = if config.parallelism.sequence_parallel { ", sequence parallel" } else { "" };
         let (note, timeout) = (note.to_owned(), config.comm.timeout());
         let devices = Devices::open(config)?;
-        let init_from = config.model.init_from.as_ref().map(PathBuf::from);
-        Ok(Self { note, timeout, devices, init_from, ..Self::from_model(config.model(), config.plan()?, data) })
+        let refuse = |error: huggingface::Error| TrainError::Parameter {
+            name: "model.init_from".to_owned(),
+            problem: error.to_string(),
+        };
+        let start = StartWeights::from_config(config).map_err(refuse)?.map(Arc::new);
+        Ok(Self { note, timeout, devices, start, ..Self::from_model(config.model(), config.plan()?, data) })
     }
 
     /// A run of any model on the CPU. Its steps are not [verified](Verify): differences between ranks are in the
@@ -78,8 +82,8 @@ impl<'a> Side<'a> {
         let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;
         let devices = Devices::cpu(plan.precision);
-        let (note, init_from) = (String::new(), None);
-        Self { model, plan, init_from, data, note, timeout, hook: None, before_step: None, devices, communicator: None }
+        let (note, start) = (String::new(), None);
+        Self { model, plan, start, data, note, timeout, hook: None, before_step: None, devices, communicator: None }
     }
 
     /// The same with a hook on every value.

@@ -5,7 +5,6 @@ use super::ulps::Values;
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Axis, Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Watch};
-use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamId, Shape, Tensor};
@@ -158,18 +157,13 @@ impl Drop for Teller {
 
 /// Runs one rank: a step for each request.
 fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
-    let Side { model, plan, init_from, data, hook, before_step, devices, communicator, .. } = side;
+    let Side { model, plan, start, data, hook, before_step, devices, communicator, .. } = side;
     let RankDevice { device, world } = devices.rank(world.communicator().clone())?;
     let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
     let rank = Arc::new(Rank::new(&plan.mesh, world)?);
     let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), device)?;
-    if let Some(folder) = init_from {
-        let refuse = |error: huggingface::Error| TrainError::Parameter {
-            name: "model.init_from".to_owned(),
-            problem: error.to_string(),
-        };
-        let pretrained = Pretrained::open(folder).map_err(refuse)?;
-        trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
+    if let Some(start) = start {
+        trainer.load_weights(|spec, slice| start.read(spec, slice))?;
     }
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),

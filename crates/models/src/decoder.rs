@@ -173,23 +173,25 @@ impl DecoderConfig {
     ) -> Result<Attention> {
         let (hidden, heads, bias) = (self.hidden_size, self.num_heads, self.attention_bias);
         if self.fused_qkv {
-            return Ok(Attention::Fused(ParallelAttention::new(params, mesh, name, hidden, heads, bias.input, init)?));
+            let fused = ParallelAttention::new(params, mesh, name, hidden, heads, bias.input, init)?;
+            return Ok(Attention::Fused(Box::new(fused)));
         }
         let rotary = self.window_rotary.filter(|_| self.window(layer).is_some()).or(self.rotary);
         let rotary = rotary.map(|rotary| rotary.of_length(self.seq_len));
         if let Some(of) = self.latent {
             let turned = (rotary, self.score_scale);
-            return Ok(Attention::Latent(ParallelLatentAttention::new(params, mesh, name, hidden, of, turned, init)?));
+            let latent = ParallelLatentAttention::new(params, mesh, name, hidden, of, turned, init)?;
+            return Ok(Attention::Latent(Box::new(latent)));
         }
         let of = GroupedHeads { heads, kv_heads: self.num_kv_heads, head_dim: self.head_features(), rotary };
         let mut attention = ParallelGroupedAttention::new(params, mesh, name, hidden, of, bias, init)?;
         if let Some(over) = self.qk_norm {
             attention = attention.with_norms(params, over, self.norm_eps)?;
         }
-        Ok(Attention::Grouped(match self.score_scale {
+        Ok(Attention::Grouped(Box::new(match self.score_scale {
             Some(scale) => attention.with_scale(scale),
             None => attention,
-        }))
+        })))
     }
 }
 
@@ -238,9 +240,9 @@ struct Block {
 
 #[derive(Clone, Debug)]
 enum Attention {
-    Fused(ParallelAttention),
-    Grouped(ParallelGroupedAttention),
-    Latent(ParallelLatentAttention),
+    Fused(Box<ParallelAttention>),
+    Grouped(Box<ParallelGroupedAttention>),
+    Latent(Box<ParallelLatentAttention>),
 }
 
 impl Block {

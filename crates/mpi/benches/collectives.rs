@@ -2,17 +2,19 @@
 //! library. Each line is an operation, bytes and the seconds of one call on rank 0.
 //!
 //!     mpirun -n 2 target/release/deps/collectives-... LIBRARY [RANKS_PER_PROCESS]
+//!     mpirun -n 2 target/release/deps/collectives-... LIBRARY native
 //!     mpirun -n 2 target/release/deps/collectives-... LIBRARY overlap
 //!
-//! `overlap` times a computation and an all-reduce of each rank, alone and both at once, and the computation while the
-//! other ranks have not come to the all-reduce. Without a library, in one process, it runs each operation once.
+//! `native` has the library add up. `overlap` times a computation and an all-reduce of each rank, alone and both at
+//! once, and the computation while the other ranks have not come to the all-reduce. Without a library, in one process,
+//! it runs each operation once.
 
 use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
-use meshwork_mpi::{Library, Options, Runtime};
+use meshwork_mpi::{Library, Options, Reduction, Runtime};
 
 /// The elements of input and output, for n ranks and a message of c elements.
 type Counts = fn(usize, usize) -> [usize; 2];
@@ -137,7 +139,8 @@ fn main() {
     let (runtime, sizes) = match &library {
         Some(file) => {
             let library = Library::open(Path::new(file)).unwrap_or_else(|error| panic!("{error}"));
-            let options = Options { ranks_per_process: mode.parse().unwrap_or(1), ..Options::default() };
+            let reduction = if mode == "native" { Reduction::Native } else { Reduction::Tree };
+            let options = Options { ranks_per_process: mode.parse().unwrap_or(1), reduction, ..Options::default() };
             (Runtime::start(library, options), &[4 << 10, 256 << 10, 4 << 20, 64 << 20][..])
         }
         None => (Runtime::of_one_process(Options { ranks_per_process: 2, ..Options::default() }), &[4 << 10][..]),

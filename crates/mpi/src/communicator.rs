@@ -8,6 +8,7 @@ use meshwork_core::{Buffer, Call, CommError, Communicator, Pending, ReductionOrd
 
 use crate::endpoint::{Endpoint, GroupOf};
 use crate::life::Life;
+use crate::native::Reduction;
 use crate::packet::Key;
 
 /// One rank's end of a group.
@@ -103,7 +104,10 @@ impl Communicator for MpiComm {
     }
 
     fn reduction_order(&self) -> ReductionOrder {
-        ReductionOrder::BalancedTree
+        match self.member.endpoint.port.reduction {
+            Reduction::Tree => ReductionOrder::BalancedTree,
+            Reduction::Native => ReductionOrder::Unspecified,
+        }
     }
 }
 

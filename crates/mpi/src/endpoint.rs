@@ -76,9 +76,7 @@ struct State {
     early: FxHashMap<Key, Vec<Early>>,
     /// Messages that wait for memory, or for earlier lanes.
     later: Vec<Early>,
-    /// What large messages are for, by number.
-    landings: FxHashMap<u64, (Key, usize, usize)>,
-    landed: u64,
+    landings: Landings,
     scratch: Vec<Ground>,
     /// The names of groups that were split.
     group_names: FxHashMap<u64, Arc<str>>,
@@ -103,6 +101,22 @@ struct State {
     found: bool,
     /// Why ranks are lost.
     lost: BTreeMap<usize, String>,
+}
+
+/// The operation, unit and member of each large message on its way, and of each sum of the library, by number.
+#[derive(Default)]
+struct Landings {
+    last: u64,
+    expected: FxHashMap<u64, (Key, usize, usize)>,
+}
+
+impl Landings {
+    /// The number of one more.
+    fn expect(&mut self, place: (Key, usize, usize)) -> u64 {
+        self.last += 1;
+        self.expected.insert(self.last, place);
+        self.last
+    }
 }
 
 /// The part of a split that a rank named: its name and world ranks.
@@ -228,7 +242,7 @@ impl Endpoint {
                     Some(((from, to), me)) => ([from, to].into(), (me, self.cells[1].clone())),
                     None => (group.ranks.clone(), (group.member, group.cells.clone())),
                 };
-                let course = Arc::new(Course::new(&call, info.clone(), ranks, place));
+                let course = Arc::new(Course::new(&call, info.clone(), ranks, place, self.port.reduction));
                 if course.messages() <= LARGEST_COURSE {
                     counts.courses.truncate(COURSES - 1);
                     counts.courses.push_front(course.clone());
@@ -244,8 +258,11 @@ impl Endpoint {
             return Err(CommError::Stopped { site, fault: fault.clone() });
         }
         let mut flight = Flight::new(key, site.clone(), course, call)?;
+        if flight.is_native() {
+            self.port.announce((self.world, group.id), seq);
+        }
         let first = flight.begin(&mut |bytes| scratch_of(&mut state.scratch, bytes));
-        self.ship(&mut flight, first);
+        self.ship(&mut state.landings, &mut flight, first);
         state.flights.insert(key, flight);
         if !state.early.is_empty() {
             for (part, body) in state.early.remove(&key).unwrap_or_default() {
@@ -256,9 +273,18 @@ impl Endpoint {
         Ok((key, site))
     }
 
-    /// Sends messages of an operation. The first one to each member says what it is.
-    fn ship(&self, flight: &mut Flight, messages: Messages) {
+    /// Sends messages of an operation. The first one to each member says what it is. What a member sends to itself, the
+    /// library adds up.
+    fn ship(&self, landings: &mut Landings, flight: &mut Flight, messages: Messages) {
         for Outgoing { unit, to, bytes } in messages {
+            if flight.course.ranks[to] == self.rank {
+                let what = Landing::Rank(self.inbox.clone(), landings.expect((flight.key, unit, to)));
+                if let Some(sum) = flight.native(self.world, what) {
+                    let processes = flight.course.ranks.iter().map(|&rank| self.hosts.process_of(rank));
+                    self.port.sum(sum, || processes.collect());
+                }
+                continue;
+            }
             let says = flight.says(to);
             let (world, from, to, key) = (self.world, self.rank, flight.course.ranks[to], flight.key);
             self.port.send(self.hosts.process_of(to), Part { world, from, to, key, unit, says }, &bytes);
@@ -276,6 +302,7 @@ impl Endpoint {
                 Arrival::Part(part, body) => self.part(state, part, body),
                 Arrival::Told(head) => self.told(state, head.from, head.what),
                 Arrival::Landed(number, claim) => self.landed(state, number, claim),
+                Arrival::Failed(number, why) => self.failed(state, number, why),
                 Arrival::Lost(process, why) => self.lost(state, process, &why),
             }
         }
@@ -307,7 +334,7 @@ impl Endpoint {
 
     /// A message of an operation.
     fn part(&self, state: &mut State, mut part: Part, body: Body) {
-        let State { flights, scratch, later, landings, landed, early, .. } = state;
+        let State { flights, scratch, later, landings, early, .. } = state;
         let Some(flight) = flights.get_mut(&part.key) else {
             early.entry(part.key).or_default().push((part, body));
             return;
@@ -329,9 +356,8 @@ impl Endpoint {
             Place::Later(body) => later.push((part, body)),
             Place::Receive(claim) => {
                 let Some((process, tag)) = far else { return };
-                *landed += 1;
-                landings.insert(*landed, (key, unit, member));
-                self.port.receive(process, tag, claim, Landing::Rank(self.inbox.clone(), *landed));
+                let what = Landing::Rank(self.inbox.clone(), landings.expect((key, unit, member)));
+                self.port.receive(process, tag, claim, what);
             }
             Place::Wrong => {
                 // What members say of themselves agrees, so this is a fault of their programs' builds, or of the wire.
@@ -344,10 +370,17 @@ impl Endpoint {
     }
 
     fn landed(&self, state: &mut State, number: u64, claim: Claim) {
-        let Some((key, unit, member)) = state.landings.remove(&number) else { return };
+        let Some((key, unit, member)) = state.landings.expected.remove(&number) else { return };
         if let Some(flight) = state.flights.get_mut(&key) {
             flight.landed(unit, member, claim);
         }
+    }
+
+    /// The library has failed in a sum, which this rank then cannot take part in.
+    fn failed(&self, state: &mut State, number: u64, why: String) {
+        let Some((key, ..)) = state.landings.expected.remove(&number) else { return };
+        let site = state.flights.get(&key).map(|flight| flight.site.clone());
+        self.found(state, FaultKind::Gone { rank: self.rank, how: Activity::Lost(why) }, site);
     }
 
     /// Does what the operations under way can do now.
@@ -358,11 +391,11 @@ impl Endpoint {
                 false => self.port.discard(body),
             }
         }
-        let State { flights, scratch, .. } = state;
+        let State { flights, scratch, landings, .. } = state;
         let mut is_over = false;
         for flight in flights.values_mut() {
             let messages = flight.go_on(&mut |bytes| scratch_of(scratch, bytes));
-            self.ship(flight, messages);
+            self.ship(landings, flight, messages);
             is_over |= flight.detached && flight.is_done();
         }
         if is_over {

@@ -31,6 +31,16 @@ pub enum MpiError {
         /// The level that it grants.
         granted: &'static str,
     },
+    /// Communicators for its own reductions are made on threads of their own.
+    #[error(
+        "{library} grants only {granted}; sums by the library need THREAD_MULTIPLE: use a build with it, or sums by the tree"
+    )]
+    Native {
+        /// The library.
+        library: String,
+        /// The level that it grants.
+        granted: &'static str,
+    },
     /// Something else in this process uses the library.
     #[error("{library} {problem}: a process initialises MPI once")]
     Used {

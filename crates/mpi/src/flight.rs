@@ -14,6 +14,7 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::cells::{Cells, Nodes, element_of};
 use crate::ground::{Claim, Ground};
+use crate::native::{Reduction, Sum};
 use crate::packet::{Body, Bytes, Key, Says};
 use crate::plan::{Dest, Plan, Source, Step, Then};
 
@@ -158,8 +159,14 @@ fn agreement(info: &OpInfo) -> u64 {
 }
 
 impl Course {
-    pub(crate) fn new(call: &Call, info: OpInfo, ranks: Arc<[usize]>, (me, cells): (usize, Arc<Cells>)) -> Course {
-        let plan = Plan::new(call, me, cells);
+    pub(crate) fn new(
+        call: &Call,
+        info: OpInfo,
+        ranks: Arc<[usize]>,
+        (me, cells): (usize, Arc<Cells>),
+        reduction: Reduction,
+    ) -> Course {
+        let plan = Plan::new(call, me, cells, reduction);
         let units: Vec<Way> = (0..plan.units()).map(|unit| Way::new(plan.steps(unit))).collect();
         let mut sums = smallvec![0; units.len().checked_sub(1).map_or(0, |last| plan.lane_of(last) + 1)];
         for (number, unit) in units.iter().enumerate() {
@@ -221,6 +228,20 @@ impl Flight {
             }
             (Source::Sums, _) => self.units[unit].joined.as_ref().map(|(_, bytes)| bytes.clone()),
         }
+    }
+
+    /// Whether the library takes the sum.
+    pub(crate) fn is_native(&self) -> bool {
+        self.course.plan.native().is_some()
+    }
+
+    /// The sum that the library takes, if it does.
+    pub(crate) fn native<T>(&self, world: u64, what: T) -> Option<Sum<T>> {
+        let summed = self.course.plan.native()?;
+        let into = self.output.as_ref()?.claim_all()?;
+        let all = |input: &Arc<Buffer>| Bytes::Input(input.clone(), 0, input.count() * input.dtype().size());
+        let input = self.input.as_ref().filter(|_| summed.scatters).map(all);
+        Some(Sum { group: (world, self.key.group), seq: self.key.seq, summed, input, into, what })
     }
 
     /// Starts the operation: what it sends first.
@@ -441,7 +462,9 @@ impl Flight {
         let mut late = BTreeSet::new();
         for &number in &self.open {
             let (way, arrived) = (&self.course.units[number], &self.units[number].arrived);
-            let all = way.awaited.iter().enumerate().filter(|(place, _)| !arrived.contains(*place));
+            // What a member awaits of itself, the library does.
+            let (me, others) = (self.course.plan.me, way.awaited.iter().enumerate());
+            let all = others.filter(|(place, (from, ..))| !arrived.contains(*place) && *from != me);
             late.extend(all.map(|(_, (from, ..))| *from));
         }
         let missing: BTreeSet<usize> = late.iter().copied().filter(|&from| !self.heard.contains(from)).collect();
@@ -496,7 +519,7 @@ mod tests {
             call.check(me, members).unwrap();
             let info = call.info(&ranks);
             let site = Site { group: "world".into(), group_id: 0, world_rank: me, seq: 0, op: Some(info.clone()) };
-            let course = Course::new(&call, info, ranks.clone(), (me, cells.clone()));
+            let course = Course::new(&call, info, ranks.clone(), (me, cells.clone()), Reduction::Tree);
             Flight::new(key, site, Arc::new(course), call).unwrap()
         };
         let mut flights: Vec<Flight> = calls.into_iter().enumerate().map(flight).collect();

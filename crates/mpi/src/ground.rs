@@ -58,6 +58,11 @@ impl Ground {
         Some(Claim { owner: self.0.clone(), range })
     }
 
+    /// All of it; none while there is any other claim.
+    pub(crate) fn claim_all(&self) -> Option<Claim> {
+        self.claim(0..self.0.bytes)
+    }
+
     /// The first bytes alone, if there are as many and no claim overlaps them.
     pub(crate) fn claim_first(&self, bytes: usize) -> Option<Claim> {
         if bytes <= self.0.bytes { self.claim(0..bytes) } else { None }

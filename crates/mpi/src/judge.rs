@@ -8,7 +8,8 @@
 //! - a rank that has ended without it, as it says when it has ended, is **gone**;
 //! - ranks in a circle, each in a wait that has gone on since it was told, and none with the operation that the one
 //!   before it waits for, are in a **deadlock**;
-//! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout.
+//! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout. A
+//!   rank that waits says so again and again: the judge forgets a wait of which it hears no more.
 //!
 //! A world whose ranks do not wait tells its judge nothing. The judge is rank 0, or the first rank whose process lives.
 //!
@@ -33,6 +34,7 @@ pub(crate) const SILENCE: Duration = Duration::from_secs(2);
 struct Wait {
     number: u64,
     since: Instant,
+    heard: Instant,
     key: Key,
     site: Site,
     lacks: BTreeSet<usize>,
@@ -153,7 +155,8 @@ impl Bench {
             Tell::Waits { number, since_millis, key, site, lacks } => {
                 let since = Instant::now().checked_sub(Duration::from_millis(since_millis));
                 let since = since.unwrap_or_else(Instant::now);
-                let wait = Wait { number, since, key, site, lacks: lacks.into_iter().collect() };
+                let heard = Instant::now();
+                let wait = Wait { number, since, heard, key, site, lacks: lacks.into_iter().collect() };
                 self.waits.insert(from, wait);
                 self.compare(from, say);
                 self.look(say);
@@ -209,6 +212,7 @@ impl Bench {
         // A judge that got no core had no chance to hear answers, and ends: that time makes nobody late.
         let lacked = lacked(gap, often);
         self.still.values_mut().for_each(|still| still.excuse(lacked, now));
+        self.waits.values_mut().for_each(|wait| wait.heard = (wait.heard + lacked).min(now));
         let ends = self.fault.as_mut().map(|(_, at)| at).into_iter().chain(&mut self.ending);
         ends.for_each(|at| *at = (*at + lacked).min(now));
         self.write_down(say);
@@ -262,6 +266,7 @@ impl Bench {
             self.still.clear();
             return;
         }
+        self.waits.retain(|_, wait| wait.heard.elapsed() < SILENCE);
         let current = |waits: &BTreeMap<usize, Wait>, edge: &Edge| {
             waits.get(&edge.0).is_some_and(|wait| wait.number == edge.1 && wait.lacks.contains(&edge.2))
         };
@@ -509,6 +514,29 @@ mod tests {
         hear(&mut bench, 0, Tell::Goes { number: 1 });
         let over = hear(&mut bench, 0, Tell::Ends { how: Activity::Returned, forks: 0 });
         assert!(matches!(over[..], [(To::All, Judge::Over(None))]), "all is well");
+    }
+
+    /// Two ranks wait for each other's messages when the link between them goes down: they looked like a circle to the
+    /// judge, of which it never heard more, and the ranks on its side waited for ever.
+    #[test]
+    fn a_rank_that_waited_when_its_link_went_down_is_late() {
+        let second = Duration::from_secs(1);
+        let mut bench = Bench::new(2, Some(second));
+        let site = Site { group: "world".into(), group_id: 0, world_rank: 1, seq: 0, op: None };
+        hear(&mut bench, 1, Tell::Waits { number: 1, since_millis: 20, key: OP, site, lacks: vec![0] });
+        waits(&mut bench);
+        let mut later = |change: &dyn Fn(&mut Bench)| {
+            change(&mut bench);
+            bench.looked -= second / 8;
+            let mut say = Vec::new();
+            bench.tick(&mut say);
+            stops(&say)
+        };
+        assert!(!later(&|bench| bench.waits.get_mut(&1).unwrap().heard -= 2 * SILENCE));
+        assert!(later(&|bench| {
+            bench.still.get_mut(&1).unwrap().heard -= 2 * SILENCE;
+            bench.waits.get_mut(&0).unwrap().since -= 2 * second;
+        }));
     }
 
     /// The timeout is a second, in which the judge looks sixteen times.

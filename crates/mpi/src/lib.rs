@@ -24,6 +24,7 @@
 mod block;
 mod cells;
 mod communicator;
+mod cores;
 mod endpoint;
 mod error;
 mod flight;
@@ -31,6 +32,7 @@ mod ground;
 mod judge;
 mod library;
 mod life;
+mod native;
 mod packet;
 mod pause;
 mod plan;
@@ -40,4 +42,5 @@ mod wire;
 
 pub use error::MpiError;
 pub use library::{Kind, Library};
+pub use native::Reduction;
 pub use runtime::{Options, Runtime, join};

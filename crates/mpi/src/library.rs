@@ -43,6 +43,9 @@ pub(crate) struct Abi {
     /// Types whose sizes are known.
     float: Handle,
     double: Handle,
+    sum: Handle,
+    /// An address that stands for a reduction in place.
+    in_place: usize,
     errors_return: Handle,
     pub(crate) any_source: c_int,
     tag_ub: c_int,
@@ -53,10 +56,22 @@ pub(crate) struct Abi {
     tolerance: Option<(c_int, c_int)>,
 }
 
-const LEVELS: [&str; 4] = ["THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE"];
+/// The level with which several threads call the library at once.
+pub(crate) const MULTIPLE: &str = "THREAD_MULTIPLE";
+
+const LEVELS: [&str; 4] = ["THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", MULTIPLE];
 
 /// The longest text that a library writes: the standard interface allows 8192 bytes for a version.
 const TEXT: usize = 8192;
+
+/// What a library adds up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Summed {
+    /// f64, and not f32.
+    pub(crate) is_double: bool,
+    /// Each process gets a part of the sum of its own, and not all of it.
+    pub(crate) scatters: bool,
+}
 
 /// The memory of a status.
 type Status = [u64; 8];
@@ -97,6 +112,12 @@ functions! {
     test "MPI_Test" (request: *mut Handle, flag: *mut c_int, status: *mut Status);
     wait "MPI_Wait" (request: *mut Handle, status: *mut Status);
     cancel "MPI_Cancel" (request: *mut Handle);
+    comm_group "MPI_Comm_group" (comm: Handle, group: *mut Handle);
+    group_incl "MPI_Group_incl" (group: Handle, count: c_int, ranks: *const c_int, new: *mut Handle);
+    group_free "MPI_Group_free" (group: *mut Handle);
+    comm_create_group "MPI_Comm_create_group" (comm: Handle, group: Handle, tag: c_int, new: *mut Handle);
+    iallreduce "MPI_Iallreduce" (from: *const c_void, to: *mut c_void, count: c_int, of: Handle, op: Handle, on: Handle, request: *mut Handle);
+    ireduce_scatter "MPI_Ireduce_scatter_block" (from: *const c_void, to: *mut c_void, count: c_int, of: Handle, op: Handle, on: Handle, request: *mut Handle);
 }
 
 /// A loaded MPI library. Its `Display` says which: `Open MPI 5.0.11 (libmpi.so.40)`.
@@ -359,6 +380,49 @@ impl Library {
         }
     }
 
+    /// A communicator of some processes of the world, whose errors are returned: all of them call this, with the same
+    /// list and tag, and wait for each other.
+    pub(crate) fn communicator_of(&self, processes: &[usize], tag: usize) -> Result<Handle, c_int> {
+        let done = |code: c_int| if code == 0 { Ok(()) } else { Err(code) };
+        let ranks: Vec<c_int> = processes.iter().map(|&process| process as c_int).collect();
+        let (f, Abi { world, errors_return, .. }) = (&self.0.functions, self.0.abi);
+        let (mut all, mut group, mut comm) = (0, 0, 0);
+        // SAFETY: the handles are of this library, each is written to a word, and there are as many ranks as it says.
+        unsafe {
+            done((f.comm_group)(world, &mut all))?;
+            done((f.group_incl)(all, ranks.len() as c_int, ranks.as_ptr(), &mut group))?;
+            done((f.comm_create_group)(world, group, tag as c_int, &mut comm))?;
+            done((f.comm_set_errhandler)(comm, errors_return))?;
+            [all, group].iter_mut().try_for_each(|group| done((f.group_free)(group)))?;
+        }
+        Ok(comm)
+    }
+
+    /// Starts a sum over the processes of a communicator: in place if it does not scatter, else of an input.
+    ///
+    /// # Safety
+    /// Until [`test`](Self::test) says that the request is over, input and output stay where they are, nothing writes
+    /// the input, and nothing else reads or writes the output.
+    pub(crate) unsafe fn sum(
+        &self,
+        summed: Summed,
+        input: Option<&[u8]>,
+        into: &mut [u8],
+        comm: Handle,
+    ) -> Result<Handle, c_int> {
+        let (f, abi) = (&self.0.functions, self.0.abi);
+        let reduce = if summed.scatters { f.ireduce_scatter } else { f.iallreduce };
+        let (of, bytes) = if summed.is_double { (abi.double, 8) } else { (abi.float, 4) };
+        let from = input.map_or(std::ptr::without_provenance(abi.in_place), |input| input.as_ptr().cast());
+        let (count, mut request) = ((into.len() / bytes) as c_int, 0);
+        // SAFETY: the caller keeps both; the plan of an operation gives it as many elements as it counts, less than
+        // 2^31.
+        match unsafe { reduce(from, into.as_mut_ptr().cast(), count, of, abi.sum, comm, &mut request) } {
+            0 => Ok(request),
+            code => Err(code),
+        }
+    }
+
     /// Whether a request is over, which then must not be used any more; or the code with which it failed.
     pub(crate) fn test(&self, request: &mut Handle) -> Result<bool, c_int> {
         let (mut flag, mut status): (c_int, Status) = (0, [0; 8]);
@@ -473,6 +537,8 @@ impl Kind {
                 byte: 0x247,
                 float: 0x210,
                 double: 0x214,
+                sum: 0x21,
+                in_place: 1,
                 errors_return: 0x143,
                 any_source: -1,
                 tag_ub: 501,
@@ -484,6 +550,8 @@ impl Kind {
                 byte: 0x4c00_010d,
                 float: 0x4c00_040a,
                 double: 0x4c00_080b,
+                sum: 0x5800_0003,
+                in_place: usize::MAX,
                 errors_return: 0x5400_0001,
                 any_source: -2,
                 tag_ub: 0x6440_0001,
@@ -495,6 +563,8 @@ impl Kind {
                 byte: symbol("ompi_mpi_byte")?,
                 float: symbol("ompi_mpi_float")?,
                 double: symbol("ompi_mpi_double")?,
+                sum: symbol("ompi_mpi_op_sum")?,
+                in_place: 1,
                 errors_return: symbol("ompi_mpi_errors_return")?,
                 any_source: -1,
                 tag_ub: 0,

@@ -234,6 +234,8 @@ pub(crate) enum Arrival {
     Told(Box<Head>),
     /// The bytes of a message are in the memory that was given for them, under this number.
     Landed(u64, Claim),
+    /// The library failed in the sum of this number, and why.
+    Failed(u64, String),
     /// A process is lost, and why.
     Lost(usize, String),
 }

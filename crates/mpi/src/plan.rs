@@ -12,6 +12,9 @@
 //! - **Rounds**, for little data: one member of each process has what its process has, and exchanges it with others, in
 //!   [rounds](Round) that bring everything to all. A member of n sends a few messages times log n.
 //!
+//! A sum that the library takes (see [`Reduction`]) has a barrier in rounds, in which members say what they do, and
+//! then a step in which each member sends to itself: that is the library's own reduction.
+//!
 //! So not all members meet. Of two that disagree about the operation some neighbours do, since what a member has at the
 //! end comes from all, and each of its messages is the first to say what the sender does.
 //!
@@ -27,6 +30,8 @@ use meshwork_core::{Call, DType, Op, ReduceOp};
 
 use crate::block::EAGER;
 use crate::cells::{Cells, Nodes, Round, element_of};
+use crate::library::Summed;
+use crate::native::Reduction;
 
 /// Bytes of a segment that go their way together.
 const LANE: usize = 1 << 20;
@@ -105,6 +110,8 @@ enum Shape {
         root: usize,
     },
     Rounds(Rounds),
+    /// The library adds up.
+    Native(Summed),
     /// Where the part of each member begins in the input and in the output, in elements, and the end.
     AllToAll {
         send: Vec<usize>,
@@ -142,7 +149,7 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// The plan of a checked call of member `me` of a group with these cells.
-    pub(crate) fn new(call: &Call, me: usize, cells: Arc<Cells>) -> Plan {
+    pub(crate) fn new(call: &Call, me: usize, cells: Arc<Cells>, reduction: Reduction) -> Plan {
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let element = buffer.map_or(1, |buffer| buffer.dtype().size());
         let elements = call.elements();
@@ -169,6 +176,7 @@ impl Plan {
             Op::Send { .. } => Shape::Send,
             Op::Recv { .. } => Shape::Recv,
         };
+        let shape = reduction.of(call, &cells).map_or(shape, Shape::Native);
         let reduce = match call.op {
             Op::AllReduce(reduce) | Op::ReduceScatter(reduce) => Some(reduce),
             _ => None,
@@ -284,6 +292,11 @@ impl Plan {
                 steps
             }
             &Shape::Rounds(of) => self.rounds(of),
+            Shape::Native(_) => {
+                let (sends, receives) = (vec![(me, Source::Nothing)], vec![(me, Dest::Output(whole))]);
+                let sum = Step { sends, receives, then: Then::Nothing };
+                self.rounds(Rounds::Barrier).into_iter().chain([sum]).collect()
+            }
             Shape::AllToAll { send, recv } => {
                 let bytes = |ends: &[usize], at: usize| ends[at] * self.element..ends[at + 1] * self.element;
                 let sends = self.others().map(|to| (to, Source::Input(bytes(send, to)))).collect();
@@ -420,6 +433,8 @@ impl Plan {
                 let part = self.elements / self.cells.members() * self.element;
                 Some((0..part, self.me * part..(self.me + 1) * part))
             }
+            // All members do it in place, or none may.
+            Shape::Native(summed) if !summed.scatters => Some((self.whole(), self.whole())),
             Shape::AllToAll { send, recv } => {
                 let of = |ends: &[usize]| ends[self.me] * self.element..ends[self.me + 1] * self.element;
                 Some((of(send), of(recv)))
@@ -443,5 +458,10 @@ impl Plan {
 
     pub(crate) fn element(&self) -> usize {
         self.element
+    }
+
+    /// What the library adds up, if it takes this sum.
+    pub(crate) fn native(&self) -> Option<Summed> {
+        if let Shape::Native(summed) = self.shape { Some(summed) } else { None }
     }
 }

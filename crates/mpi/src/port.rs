@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, EAGER, ROOM};
 use crate::ground::Ground;
+use crate::native::{Reduction, Sum};
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
 use crate::pause::{Drivers, Pause};
 use crate::wire::{self, Event, Wire};
@@ -65,6 +66,7 @@ pub(crate) trait Station: Send + Sync {
 /// The port of a process.
 pub(crate) struct Port {
     pub(crate) layout: Layout,
+    pub(crate) reduction: Reduction,
     /// None if there is no other process, or MPI has ended.
     wire: Mutex<Option<Wire<Landing>>>,
     desk: Mutex<Desk>,
@@ -135,10 +137,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Port {
-    pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
+    pub(crate) fn new(layout: Layout, reduction: Reduction, wire: Option<Wire<Landing>>) -> Port {
         let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
         let crowd = AtomicU32::new(crowd(layout.processes * layout.ranks_per_process));
-        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
+        Port { layout, reduction, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
     }
 
     /// Sends a message to a rank of a process.
@@ -192,6 +194,20 @@ impl Port {
         }
     }
 
+    /// The library will take this sum of a group.
+    pub(crate) fn announce(&self, group: (u64, u64), seq: u64) {
+        if let Some(wire) = lock(&self.wire).as_mut() {
+            wire.natives.announce(group, seq);
+        }
+    }
+
+    /// Has the library take a sum of members in these processes, for a rank.
+    pub(crate) fn sum(&self, sum: Sum<Landing>, processes: impl FnOnce() -> Vec<usize>) {
+        if let Some(wire) = lock(&self.wire).as_mut() {
+            wire.natives.start(sum, processes);
+        }
+    }
+
     /// Receives bytes that nobody wants, so that their sender need not keep them.
     pub(crate) fn discard(&self, body: Body) {
         if let (Body::Far { process, tag, bytes }, Some(wire)) = (body, lock(&self.wire).as_mut()) {
@@ -204,7 +220,7 @@ impl Port {
         let place = match &arrival {
             Arrival::Part(part, _) => (part.world, part.to),
             Arrival::Told(head) => (head.world, head.to),
-            Arrival::Landed(..) | Arrival::Lost(..) => return None,
+            Arrival::Landed(..) | Arrival::Failed(..) | Arrival::Lost(..) => return None,
         };
         let mut desk = lock(&self.desk);
         match (desk.endpoints.get(&place), arrival) {
@@ -245,6 +261,8 @@ impl Port {
             Event::Landed(Landing::Rank(inbox, number), claim) => {
                 lock(&inbox).push_back(Arrival::Landed(number, claim))
             }
+            Event::Failed(Landing::Rank(inbox, number), why) => lock(&inbox).push_back(Arrival::Failed(number, why)),
+            Event::Failed(Landing::Head | Landing::Nobody, _) => {}
             Event::Landed(Landing::Head, claim) => opened(Block::from(&*claim)),
             Event::Landed(Landing::Nobody, _) => {}
             Event::Lost(process, why) => {
@@ -288,6 +306,9 @@ impl Port {
             desk.over.insert(place.0);
             desk.early.remove(&place)
         };
+        if let Some(wire) = lock(&self.wire).as_mut() {
+            wire.natives.leave(place.0);
+        }
         for arrival in unwanted.into_iter().flatten() {
             if let Arrival::Part(_, body) = arrival {
                 self.discard(body);

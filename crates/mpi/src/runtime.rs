@@ -10,13 +10,16 @@ use std::time::{Duration, Instant};
 use meshwork_core::comm::shared_moment;
 use meshwork_core::hash::combine;
 use meshwork_core::launcher::Placement;
+use meshwork_core::pool::share_cores;
 use meshwork_core::{Communicator, Group, World};
 
 use crate::communicator::MpiComm;
+use crate::cores::{self, Offer};
 use crate::endpoint::{Endpoint, Patience};
 use crate::error::MpiError;
-use crate::library::Library;
+use crate::library::{Library, MULTIPLE};
 use crate::life::Life;
+use crate::native::Reduction;
 use crate::pause::Pause;
 use crate::port::{Hosts, Layout, Port};
 use crate::wire::Wire;
@@ -30,14 +33,16 @@ pub struct Options {
     pub timeout: Duration,
     /// How many ranks are threads of each process: the same in all of them. The ranks of a process are neighbours.
     pub ranks_per_process: usize,
+    /// How sums are taken: alike in all processes.
+    pub reduction: Reduction,
     /// A number that the processes of a host share: the hash of its name. See [`Runtime::arrange`].
     pub host: u64,
 }
 
 impl Default for Options {
-    /// One minute, one rank in each process, and all processes on one host.
+    /// One minute, one rank in each process, sums by the tree, and all processes on one host.
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), ranks_per_process: 1, host: 0 }
+        Options { timeout: Duration::from_secs(60), ranks_per_process: 1, reduction: Reduction::Tree, host: 0 }
     }
 }
 
@@ -109,25 +114,31 @@ impl Runtime {
     /// # Errors
     /// As of [`start`](Runtime::start), and [`MpiError::Stopped`].
     pub fn start_unless(library: Library, options: Options, stop: &AtomicBool) -> Result<Runtime, MpiError> {
-        let ranks_per_process = options.ranks_per_process;
+        let Options { ranks_per_process, reduction, .. } = options;
         if ranks_per_process == 0 {
             return Err(MpiError::RanksPerProcess(0));
         }
         let name = library.to_string();
         Runtime::begin((name, stop), options, move || {
             let wire = Wire::new(library)?;
-            let description = format!("MPI: {}, {}", wire.library(), wire.level());
+            if reduction == Reduction::Native && wire.level() != MULTIPLE {
+                let error = MpiError::Native { library: wire.library().to_string(), granted: wire.level() };
+                wire.close(false);
+                return Err(error);
+            }
+            let by = if reduction == Reduction::Native { ", which adds up f32 and f64" } else { "" };
+            let description = format!("MPI: {}, {}{by}", wire.library(), wire.level());
             let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
-            Ok(Started { port: Arc::new(Port::new(layout, Some(wire))), description })
+            Ok(Started { port: Arc::new(Port::new(layout, reduction, Some(wire))), description })
         })
     }
 
     /// The same for ranks of one process, without MPI: for tests of all that does not depend on it.
     pub fn of_one_process(options: Options) -> Result<Runtime, MpiError> {
-        let ranks_per_process = options.ranks_per_process;
+        let Options { ranks_per_process, reduction, .. } = options;
         Runtime::begin(("one process".to_owned(), &AtomicBool::new(false)), options, move || {
             let layout = Layout { process: 0, processes: 1, ranks_per_process };
-            Ok(Started { port: Arc::new(Port::new(layout, None)), description: "one process".to_owned() })
+            Ok(Started { port: Arc::new(Port::new(layout, reduction, None)), description: "one process".to_owned() })
         })
     }
 
@@ -291,9 +302,13 @@ impl Running {
         rest.into_iter().try_for_each(|part| part.map(drop))?;
         let leaders = first.split("leaders", &leaders)?;
         let moment = shared_moment(leaders.clone())?;
-        let mut hosts = vec![0i64; processes];
-        Group::from(leaders).all_gather_slice(&[self.options.host as i64], &mut hosts)?;
-        Ok((moment, hosts.into_iter().map(|host| host as u64).collect()))
+        let (own, mut all) = (cores::offer(self.options.host), vec![0; processes * size_of::<Offer>() / 8]);
+        let leaders = Group::from(leaders);
+        leaders.all_gather_slice(&own, &mut all)?;
+        let (all, _) = all.as_chunks();
+        cores::shared(&own, all).into_iter().for_each(share_cores);
+        leaders.barrier()?; // all that use the memory have it
+        Ok((moment, all.iter().map(|[host, ..]: &Offer| *host as u64).collect()))
     }
 }
 

@@ -17,6 +17,7 @@ use crate::block::{Block, ROOM};
 use crate::error::MpiError;
 use crate::ground::Claim;
 use crate::library::{Handle, Library};
+use crate::native::Natives;
 use crate::packet::Bytes;
 
 /// First messages that can arrive in place before this process looks: from any process, and from each.
@@ -42,6 +43,8 @@ pub(crate) enum Event<T> {
     Landed(T, Claim),
     /// A process cannot be reached any more, or a message of it failed.
     Lost(usize, String),
+    /// The library failed in a sum of its own.
+    Failed(T, String),
 }
 
 /// The connection of this process to the others. `T` names what a receive is for.
@@ -59,6 +62,7 @@ pub(crate) struct Wire<T> {
     /// The next tag of a large message to each process.
     tags: Vec<usize>,
     lost: Vec<bool>,
+    pub(crate) natives: Natives<T>,
     /// What the library reported outside of polls.
     noticed: VecDeque<(usize, String)>,
 }
@@ -119,6 +123,7 @@ impl<T> Wire<T> {
             false => (vec![None], SLOTS[0]),
         };
         let lines = sources.into_iter().map(|from| Line { from, slots: VecDeque::new() }).collect();
+        let natives = Natives::new(library.clone(), largest_tag);
         let mut wire = Wire {
             library,
             level,
@@ -132,6 +137,7 @@ impl<T> Wire<T> {
             receives,
             tags,
             lost,
+            natives,
             noticed,
         };
         for line in (0..wire.lines.len()).flat_map(|line| std::iter::repeat_n(line, slots)) {
@@ -252,6 +258,12 @@ impl<T> Wire<T> {
                 }
             }
         }
+        any |= self.natives.poll(|what, sum| {
+            event(match sum {
+                Ok(sum) => Event::Landed(what, sum),
+                Err(why) => Event::Failed(what, why),
+            });
+        });
         let library = &self.library;
         self.sends.retain_mut(|send| match library.test(&mut send.request) {
             Ok(over) => {
@@ -296,10 +308,10 @@ impl<T> Wire<T> {
     /// library would wait for ever, as for a process that is `abandoned`: then it is left as it is, and the launcher
     /// finds out when this process ends.
     pub(crate) fn close(mut self, abandoned: bool) {
-        if abandoned || self.lost.contains(&true) || self.is_busy() {
+        if abandoned || self.lost.contains(&true) || self.is_busy() || !self.natives.is_idle() {
             // The library may still write to this memory.
             std::mem::forget((self.lines, self.sends, self.receives));
-            return;
+            return self.natives.forget();
         }
         let slots = self.lines.iter_mut().flat_map(|line| &mut line.slots);
         slots.for_each(|slot| self.library.cancel(&mut slot.request));

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use meshwork_core::{Cause, CommError, ReduceOp, World};
-use meshwork_mpi::{Kind, Library, Options, Runtime};
+use meshwork_mpi::{Kind, Library, Options, Reduction, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
 
 use launch::{Mpi, OPEN, STANDARD, here, text};
@@ -84,9 +84,9 @@ fn ranks_of_one_process() {
     conformance(&Over { runtime, programs: if sweeps() { 100 } else { 20 } });
 }
 
-fn processes(test: &str, processes: usize, ranks_per_process: usize, files: &[&str]) {
+fn processes(test: &str, processes: usize, options: Options, files: &[&str]) {
     over_each(test, processes, files, |mpi: &Mpi| {
-        let runtime = mpi.start(options(ranks_per_process));
+        let runtime = mpi.start(options);
         assert_eq!(runtime.processes(), processes);
         conformance(&Over { runtime, programs: if sweeps() { 300 } else { 20 } });
     });
@@ -94,19 +94,26 @@ fn processes(test: &str, processes: usize, ranks_per_process: usize, files: &[&s
 
 #[test]
 fn four_processes() {
-    processes("four_processes", 4, 1, &[OPEN]);
+    processes("four_processes", 4, options(1), &[OPEN]);
+}
+
+/// Sums of f32 and f64 by the library: exact ones, as it adds up in another order than the tree.
+#[test]
+fn four_processes_whose_library_adds_up() {
+    let native = Options { reduction: Reduction::Native, ..options(1) };
+    processes("four_processes_whose_library_adds_up", 4, native, &[STANDARD, OPEN]);
 }
 
 #[test]
 fn two_processes_of_four_ranks() {
-    processes("two_processes_of_four_ranks", 2, 4, &[STANDARD]);
+    processes("two_processes_of_four_ranks", 2, options(4), &[STANDARD]);
 }
 
 /// In a sweep alone: minutes a library, on two cores.
 #[test]
 fn eight_processes() {
     if sweeps() {
-        processes("eight_processes", 8, 1, &[]);
+        processes("eight_processes", 8, options(1), &[]);
     }
 }
 
@@ -114,7 +121,7 @@ fn eight_processes() {
 #[test]
 fn two_processes_of_two_ranks() {
     if sweeps() {
-        processes("two_processes_of_two_ranks", 2, 2, &[]);
+        processes("two_processes_of_two_ranks", 2, options(2), &[]);
     }
 }
 

@@ -12,10 +12,13 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use meshwork_core::{ReduceOp, RunError};
-use meshwork_mpi::{Library, Options, Runtime};
+use meshwork_core::{Buffer, ReduceOp, RunError};
+use meshwork_mpi::{Library, Options, Reduction, Runtime};
 
 use launch::{Mpi, STANDARD, here, text};
+
+/// Tells a process which signal one of them gets.
+const SIGNAL: &str = "MESHWORK_TEST_SIGNAL";
 
 const TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -160,6 +163,45 @@ fn survivors_go_on_in_place_under_ulfm() {
         assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));
         assert_eq!(gone(&output), 4);
         nothing_is_left(&before, &mpi);
+    }
+}
+
+/// A sum of the library is under way when a process is killed, or stands still. One of each kind of group has been made
+/// before, so that the last sum waits in the library itself.
+#[test]
+fn a_sum_of_the_library_does_not_outlive_a_process() {
+    let test = "a_sum_of_the_library_does_not_outlive_a_process";
+    if let Some(mpi) = here() {
+        let reduction = Reduction::Native;
+        let runtime = mpi.start(Options { timeout: TIMEOUT, reduction, ..Options::default() });
+        println!("process {}", id());
+        let name = std::env::var(SIGNAL).expect("it is passed on");
+        let ended = runtime.world().run(|world| {
+            for last in [false, true] {
+                let sum = world.start_all_reduce(Buffer::from_vec(vec![1f32; 100_000]), ReduceOp::Sum);
+                if last && world.rank() == 1 {
+                    signal(&name);
+                }
+                assert_eq!(sum?.wait()?.as_slice::<f32>()?, [3.0; 100_000]);
+            }
+            world.barrier()
+        });
+        let error = ended.unwrap_err();
+        let causes = ["rank 1 is lost (its process ended)", "rank 1 made no progress for 3s: rank "];
+        assert!(error.rank == 1 && causes.iter().any(|cause| error.cause.contains(cause)), "{error}");
+        println!("told");
+        exit(if name == "STOP" { 1 } else { 0 }); // the first survivor to fail ends a job whose launcher waits
+    }
+    let _alone = one_job();
+    let killed = tolerant().into_iter().map(|mpi| (mpi, "KILL", &["--with-ft", "ulfm"][..]));
+    for (mpi, name, flags) in killed.chain(Mpi::installed().into_iter().map(|mpi| (mpi, "STOP", &[][..]))) {
+        let before = shared_memory();
+        let output = mpi.command(test, 3, flags).env(SIGNAL, name).output().expect("mpirun starts");
+        assert!(text(&output).contains("told\n"), "{} of {}: {}", name, mpi.file.display(), text(&output));
+        gone(&output);
+        if name == "KILL" {
+            nothing_is_left(&before, &mpi);
+        }
     }
 }
 

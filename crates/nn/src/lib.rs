@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod adapted;
 mod attention;
 mod batch;
 mod channel_norm;
@@ -12,6 +13,7 @@ mod mlp;
 pub mod model;
 mod norm;
 
+pub use adapted::Adapted;
 pub use attention::{GroupedSelfAttention, SelfAttention};
 pub use batch::{Batch, BatchSource, Field, Reads, SAMPLE, sample_types};
 pub use channel_norm::{BatchNorm2d, GroupNorm};

@@ -50,6 +50,7 @@ impl ParallelAttention {
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
+        let qkv = self.qkv.adapted(tape, qkv, normed, region)?;
         let mixed = qkv.causal_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
@@ -66,6 +67,7 @@ impl ParallelAttention {
         dropout: f32,
     ) -> Result<Var> {
         let qkv = self.qkv.forward(tape, &region.enter(normed)?)?; // [b, s, 3, heads/tp, d], Shard(heads)
+        let qkv = self.qkv.adapted(tape, qkv, normed, region)?;
         let q = qkv.narrow(2, 0..1)?.squeeze(2)?; // [b, s, heads/tp, d]
         let kv = qkv.narrow(2, 1..3)?.flatten(3..5)?; // [b, s, 2, heads/tp · d]
         let mixed = attend(&q, &kv, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
@@ -229,7 +231,9 @@ impl ParallelGroupedAttention {
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         // [b, s, heads/tp, d], Shard(heads), and [b, s, 2, kv_heads · d/tp], Shard(features)
-        let [mut q, mut kv] = ColumnLinear::forward_pair([&self.q, &self.kv], tape, &x)?;
+        let [q, kv] = ColumnLinear::forward_pair([&self.q, &self.kv], tape, &x)?;
+        let mut q = self.q.adapted(tape, q, normed, region)?;
+        let mut kv = self.kv.adapted(tape, kv, normed, region)?;
         if let Some(norms) = &self.norms {
             (q, kv) = (self.normed_queries(tape, norms, &q)?, self.normed_keys(tape, norms, &kv)?);
         } else if self.gathered {

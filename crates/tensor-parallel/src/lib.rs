@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod adapter;
 mod attention;
 mod latent_attention;
 mod linear;

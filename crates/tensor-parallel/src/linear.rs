@@ -1,6 +1,7 @@
 //! Column- and row-parallel linear layers over structural dims, and one that is whole on every rank.
 
 use crate::Region;
+use crate::adapter::LowRank;
 use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
@@ -10,10 +11,14 @@ use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Rol
 ///
 /// X is `Replicate` (enter the block first), Y is `Shard`. This layer does not communicate. The input's gradient is
 /// `Partial`; it is summed in the backward of entering the block.
-#[derive(Clone, Copy, Debug)]
+///
+/// Its weight may have [adapters](meshwork_tensor::param::Adapters), which read x in front of the block: a layer
+/// adds them by [`adapted`](Self::adapted).
+#[derive(Clone, Debug)]
 pub struct ColumnLinear {
     weight: ParamId,
     bias: Option<ParamId>,
+    adapters: LowRank,
 }
 
 impl ColumnLinear {
@@ -67,7 +72,7 @@ impl ColumnLinear {
             true => Some(declare("bias", out, Role::Bias, Init::Zeros, ParamGroup::bias(matrices))?),
             false => None,
         };
-        Ok(Self { weight, bias })
+        Ok(Self { weight, bias, adapters: LowRank::new(params, weight)? })
     }
 
     /// `x [.., input]`, `Replicate` on tp, → `[.., out..]`, `Shard` along the dim `cut` of `out`, which has 1/tp of its
@@ -75,6 +80,17 @@ impl ColumnLinear {
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let weight = tape.param(self.weight)?;
         if let Some(bias) = self.bias { x.linear_bias(&weight, &tape.param(bias)?, 1) } else { x.linear(&weight, 1) }
+    }
+
+    /// `y`, the result of [`forward`](Self::forward), and what the adapters of the weight add to it. They read the
+    /// input of the block: `normed` `[.., input]`, in the region.
+    pub fn adapted(&self, tape: &Tape, y: Var, normed: &Var, region: Region) -> Result<Var> {
+        self.adapters.add_column(tape, y, normed, region)
+    }
+
+    /// Whether [`adapted`](Self::adapted) adds something: a function of the result comes behind it.
+    pub fn is_adapted(&self, tape: &Tape) -> bool {
+        self.adapters.is_on(tape)
     }
 
     /// [`forward`](Self::forward) of two layers that read the same x, whose gradient is computed for
@@ -134,6 +150,7 @@ pub struct RowLinear {
     weight: ParamId,
     bias: Option<ParamId>,
     contract: usize,
+    adapters: LowRank,
 }
 
 impl RowLinear {
@@ -158,14 +175,16 @@ impl RowLinear {
             true => Some(params.declare(format!("{name}.bias"), &[output], whole, Role::Bias, Init::Zeros)?),
             false => None,
         };
-        Ok(Self { name: name.to_owned(), weight, bias, contract: input.len() })
+        let adapters = LowRank::new(params, weight)?;
+        Ok(Self { name: name.to_owned(), weight, bias, contract: input.len(), adapters })
     }
 
     /// `x [.., input..]`, `Shard` on tp along the dim `cut` of `input`, → `residual + dropout(Σ_tp x · Wᵀ + b)`
     /// `[.., output]` in the region between blocks, in which the residual is too. `dropout` is the probability of
     /// dropping an element.
     pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
-        let mut y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
+        let y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
+        let mut y = self.adapters.add_row(tape, y, x, region)?;
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         if let (Some(bias), Some(residual), 0.0) = (&bias, residual, dropout) {
             return y.bias_residual(bias, residual); // one pass

@@ -48,9 +48,9 @@ impl ParallelMlp {
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let inner = match self.kind {
-            MlpKind::Gelu => self.up.forward_gelu(tape, &x)?,
-            MlpKind::SwiGlu => self.up.forward_swiglu(tape, &x)?,
-            other => other.apply(&self.up.forward(tape, &x)?)?,
+            MlpKind::Gelu if !self.up.is_adapted(tape) => self.up.forward_gelu(tape, &x)?,
+            MlpKind::SwiGlu if !self.up.is_adapted(tape) => self.up.forward_swiglu(tape, &x)?,
+            other => other.apply(&self.up.adapted(tape, self.up.forward(tape, &x)?, normed, region)?)?,
         }; // [b, s, ffn/tp], Shard(2)
         self.down.forward(tape, &inner, region, residual, dropout) // Σ_tp, + b, + residual
     }

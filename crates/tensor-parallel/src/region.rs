@@ -105,6 +105,15 @@ impl Region {
         sum?.stored()
     }
 
+    /// An activation of this region in another one, where tp cuts the sequence or does not.
+    pub(crate) fn moved(self, to: Self, x: &Var) -> Result<Var> {
+        match (self.ty(Axis::Tp), to.ty(Axis::Tp)) {
+            (Ty::Shard(_), Ty::Invariant) => x.all_gather_invariant(Axis::Tp, SEQ),
+            (Ty::Invariant, Ty::Shard(_)) => x.split(Axis::Tp, SEQ),
+            _ => Ok(x.clone()),
+        }
+    }
+
     /// A value in this region for a layer whose weights are whole on every rank of tp, and the region that it is in
     /// then. In canonical numerics every rank of tp has the tokens of all, because the gradient of such a weight would
     /// be a sum over their slices.

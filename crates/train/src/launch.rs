@@ -17,6 +17,7 @@ use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::replay::{Replay, Replays};
+use crate::start_weights::StartWeights;
 use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
@@ -24,7 +25,6 @@ use meshwork_core::launcher::Placement;
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Group, Mesh, Rank, RunError, World};
 use meshwork_engine::{AtCuts, ModelPlan, RankTime, StepReport, TrainError, Trainer};
-use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, MemoryUse, ParamSpec};
 use serde_json::json;
@@ -249,11 +249,11 @@ fn run(
             saver.goes_on_from(continued.resumed.step);
         }
     }
-    if let (Some(folder), None) = (&config.model.init_from, &resumed) {
-        let pretrained = Pretrained::open(Path::new(folder))?;
+    let start = if resumed.is_none() { StartWeights::from_config(config)? } else { None };
+    if let Some(start) = start {
         let read = |spec: &ParamSpec, slice: &LocalSlice| match is_asked(stop) {
             true => Err("the run was asked to stop".to_owned()),
-            false => pretrained.read(spec, slice).map_err(|error| error.to_string()),
+            false => start.read(spec, slice).map_err(|error| error.to_string()),
         };
         let loaded = trainer.load_weights(read);
         require_unasked(stop)?;

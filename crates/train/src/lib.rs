@@ -22,6 +22,7 @@ pub mod profile;
 pub mod progress;
 pub mod replay;
 mod routes;
+mod start_weights;
 mod stop;
 mod tensorboard;
 pub mod terminal;
@@ -33,6 +34,7 @@ pub use error::{OutputError, RankError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, train, train_in};
 pub use load::load;
+pub use start_weights::StartWeights;
 pub use tensorboard::TensorBoard;
 
 pub use meshwork_core::{RunError, World};

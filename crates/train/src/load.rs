@@ -2,7 +2,7 @@
 
 use crate::checkpoint::export;
 use crate::checkpoint::room::Room;
-use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, resolve};
+use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, fault_of_base, resolve};
 use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
 use crate::numbers::size;
@@ -60,6 +60,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         count_samples(&mut config, data, &mut settings);
         settings.faults.extend(if settings.faults.is_empty() { export::fault_of_files(&config, data) } else { None });
     }
+    settings.faults.extend(if settings.faults.is_empty() { fault_of_base(&config) } else { None });
     settings.faults.extend(if settings.faults.is_empty() { replay::fault(&config) } else { None });
     let trains = config.training.steps > 0 && !args.plan_memory;
     if trains && settings.faults.is_empty() {

@@ -63,6 +63,25 @@ fn a_waiting_rank_lends_its_core() {
     assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
 }
 
+/// Two processes of one rank each, on the same two cores.
+#[test]
+fn a_rank_that_waits_lends_its_core_to_another_process() {
+    static BUSY: AtomicUsize = AtomicUsize::new(0);
+    let here = Pool::start(2);
+    assert!(here.shared.set(&BUSY).is_ok());
+    BUSY.fetch_add(1, Ordering::Relaxed); // the rank of the other process, which computes
+    let owner = thread::current().id();
+    for _ in 0..200 {
+        here.for_each(0..2, |_| assert_eq!(thread::current().id(), owner));
+    }
+    BUSY.fetch_sub(1, Ordering::Relaxed); // and waits
+    let meet = Barrier::new(2);
+    here.for_each(0..2, |_| {
+        meet.wait();
+    });
+    assert_eq!((BUSY.load(Ordering::Relaxed), here.busy.load(Ordering::Relaxed)), (0, 0));
+}
+
 #[test]
 fn nobody_helps_where_no_core_is_free() {
     let pool = Pool::start(2);

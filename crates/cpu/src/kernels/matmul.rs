@@ -348,11 +348,30 @@ fn serial<T: Float>(
             let b = packed
                 .map_or(Right::Strided(start, strides), |b| Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims));
             let c = (c.0.cast(), c.1);
-            return gemm::product(path, [m, n, k], a.elements(), b, c, update, finish.cast());
+            return by_path(path, [m, n, k], a.elements(), b, c, update, finish.cast());
         }
         portable(factors, c, update);
         finish.rows((c.0, c.1.0), (0, m), (0, n));
     }
+}
+
+/// [`gemm::product`] with an epilogue. It is not generic, so that the tiles of all paths are compiled in this crate
+/// alone, and not in each that multiplies.
+///
+/// # Safety
+/// As for [`gemm::product`].
+#[inline(never)]
+unsafe fn by_path(
+    path: Path,
+    dims: [usize; 3],
+    a: (Elements, Strides),
+    b: Right,
+    c: (*mut f32, Strides),
+    update: Update,
+    finish: Finish<f32>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe { gemm::product(path, dims, a, b, c, update, finish) }
 }
 
 /// The product over `matrixmultiply`, whose operands are rounded in copies.

@@ -83,8 +83,8 @@ pub(super) fn require_config(folder: &Path) -> Result<(), Error> {
         let kind = text("peft_type").unwrap_or_else(|| "PEFT".to_owned());
         let base = text("base_model_name_or_path").unwrap_or_else(|| "its base model".to_owned());
         return refuse(format!(
-            "adapter_config.json: a {kind} adapter, whose weights are changes of {base}, and no model: merge it into {base} with \
-             `merge_and_unload` of peft, and `save_pretrained` the result"
+            "adapter_config.json: a {kind} adapter, whose weights are changes of {base}, and no model: start from {base} and give this \
+             folder as lora.init_from, or merge it into {base} with `merge_and_unload` of peft, and `save_pretrained` the result"
         ));
     }
     if is_there(&folder.join("config.json")) {

@@ -18,7 +18,7 @@ const SHARD: u64 = 5_000_000_000;
 const SYNC: usize = 1 << 28;
 
 /// A tensor of the folder.
-struct Written {
+pub(super) struct Written {
     name: String,
     shape: Vec<usize>,
     dtype: Dtype,
@@ -36,16 +36,16 @@ impl Written {
 
 /// Parameters that share tensors: most are alone.
 #[derive(Default)]
-struct Unit {
-    specs: Vec<ParamSpec>,
-    tensors: Vec<Written>,
+pub(super) struct Unit {
+    pub specs: Vec<ParamSpec>,
+    pub tensors: Vec<Written>,
 }
 
 /// The parameters of each unit, and the tensors of each file with their bytes.
 type Shards = (Vec<Vec<ParamSpec>>, Vec<(u64, Vec<Written>)>);
 
 /// The caller's weights, or why it cannot give them.
-type Given = Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>;
+pub(super) type Given = Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>;
 
 /// A folder to be written: what it has beside the weights.
 #[derive(Clone, Debug)]
@@ -175,33 +175,13 @@ impl Export {
     }
 
     fn units(&self) -> Result<Vec<Unit>, Error> {
-        let (mut units, mut places): (Vec<Unit>, BTreeMap<String, (usize, usize)>) = Default::default();
-        for spec in self.architecture.parameters()? {
-            let named =
-                |part: TensorPart| (layout::name(&self.architecture, &part, self.architecture.family.prefix), part);
-            let parts: Vec<_> =
-                layout::parts(&self.architecture, &spec.name, spec.dims).into_iter().map(named).collect();
-            let shared = parts.iter().find_map(|(name, _)| places.get(name)).map(|&(unit, _)| unit);
-            let number = shared.unwrap_or(units.len());
-            if number == units.len() {
-                units.push(Unit::default());
-            }
-            let unit = &mut units[number];
-            let parameter = unit.specs.len();
-            let dtype = if spec.role == Role::Buffer { Dtype::F32 } else { self.dtype };
-            unit.specs.push(spec);
-            for (name, part) in parts {
-                match places.get(&name) {
-                    Some(&(_, tensor)) => unit.tensors[tensor].parts.push((parameter, part)),
-                    None => {
-                        places.insert(name.clone(), (number, unit.tensors.len()));
-                        let shape = part.shape.clone();
-                        unit.tensors.push(Written { name, shape, dtype, parts: vec![(parameter, part)], unit: number });
-                    }
-                }
-            }
-        }
-        Ok(units)
+        let of = &self.architecture;
+        let named = |part: TensorPart| (layout::name(of, &part, of.family.prefix), part);
+        let parts = |spec: ParamSpec| {
+            let parts = layout::parts(of, &spec.name, spec.dims).into_iter().map(named).collect();
+            (spec, parts)
+        };
+        Ok(units_of(self.dtype, of.parameters()?.into_iter().map(parts)))
     }
 
     /// The caller's weights of a parameter.
@@ -218,12 +198,13 @@ impl Export {
         }
     }
 
-    fn write_shard(
+    /// Writes a file of safetensors.
+    pub(super) fn write_shard(
         &self,
         path: &Path,
         units: &[Vec<ParamSpec>],
         tensors: &[Written],
-        weights: &mut impl FnMut(&ParamSpec) -> Given,
+        mut weights: impl FnMut(&ParamSpec) -> Given,
     ) -> Result<(), Error> {
         let (mut header, mut at) = (Map::new(), 0);
         let mut texts = self.metadata.clone();
@@ -244,7 +225,7 @@ impl Export {
         let mut unsynced = 0;
         for tensors in of_units(tensors) {
             let specs = &units[tensors[0].unit];
-            let given = specs.iter().map(|spec| self.given(spec, weights)).collect::<Result<Vec<_>, _>>()?;
+            let given = specs.iter().map(|spec| self.given(spec, &mut weights)).collect::<Result<Vec<_>, _>>()?;
             for Written { parts, shape, dtype, .. } in tensors {
                 let mut values = vec![0.0; shape.iter().product()];
                 for (parameter, part) in parts {
@@ -263,6 +244,36 @@ impl Export {
         let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
         file.sync_all().map_err(failed)
     }
+}
+
+/// The units of parameters with their parts, each with the name of its tensor, in this type; buffers in f32.
+pub(super) fn units_of(
+    dtype: Dtype,
+    parameters: impl Iterator<Item = (ParamSpec, Vec<(String, TensorPart)>)>,
+) -> Vec<Unit> {
+    let (mut units, mut places): (Vec<Unit>, BTreeMap<String, (usize, usize)>) = Default::default();
+    for (spec, parts) in parameters {
+        let shared = parts.iter().find_map(|(name, _)| places.get(name)).map(|&(unit, _)| unit);
+        let number = shared.unwrap_or(units.len());
+        if number == units.len() {
+            units.push(Unit::default());
+        }
+        let unit = &mut units[number];
+        let parameter = unit.specs.len();
+        let dtype = if spec.role == Role::Buffer { Dtype::F32 } else { dtype };
+        unit.specs.push(spec);
+        for (name, part) in parts {
+            match places.get(&name) {
+                Some(&(_, tensor)) => unit.tensors[tensor].parts.push((parameter, part)),
+                None => {
+                    places.insert(name.clone(), (number, unit.tensors.len()));
+                    let shape = part.shape.clone();
+                    unit.tensors.push(Written { name, shape, dtype, parts: vec![(parameter, part)], unit: number });
+                }
+            }
+        }
+    }
+    units
 }
 
 /// The tensors of each unit, which follow each other.
@@ -286,7 +297,7 @@ fn place(part: &TensorPart, dims: &[usize], values: &[f32], tensor: &mut [f32]) 
     }
 }
 
-fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+pub(super) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let written = File::create(path).and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()));
     written.map_err(|source| Error::File { path: path.to_owned(), source })
 }

@@ -20,18 +20,22 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod adapter;
 mod config;
 mod content;
 mod export;
 mod layout;
+mod lora;
 mod staged;
 mod tensors;
 mod tokenizer;
 mod written;
 
+pub use adapter::{AdapterExport, BASE_HASH, PretrainedAdapter};
 pub use config::not_of_mixtral;
 pub use content::foreign;
 pub use export::{Export, export};
+pub use lora::{ALL_LINEAR, Lora};
 pub use tensors::Dtype;
 pub use tokenizer::tokenizer_files;
 pub use written::Settings;
@@ -82,6 +86,9 @@ pub enum Error {
     /// Tensors that are missing, misshapen or not of this model: all of them.
     #[error("model.safetensors: {}", tensors::listed(.0))]
     Tensors(Vec<String>),
+    /// Adapters that the model cannot have.
+    #[error("{problem}; {valid}")]
+    Lora { problem: String, valid: String },
     /// A model that cannot be declared.
     #[error(transparent)]
     Model(#[from] meshwork_tensor::Error),
@@ -241,29 +248,11 @@ impl Pretrained {
     /// # Errors
     /// A file that cannot be read, a parameter that the model does not have.
     pub fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, Error> {
-        let mut values = vec![0.0; slice.stored.count()];
         let parts = layout::parts(&self.architecture, &spec.name, spec.dims);
         if parts.is_empty() && spec.role != Role::Buffer {
             return Err(Error::Tensors(vec![format!("the model has no parameter {}", spec.name)]));
         }
-        for part in parts {
-            let ranges = part.within(&slice.ranges);
-            if ranges.iter().any(|range| range.is_empty()) {
-                continue;
-            }
-            let name = self.name(&part);
-            let tensor = self.tensors.find(&name).ok_or_else(|| Error::Tensors(vec![format!("{name} is missing")]))?;
-            let (mut bytes, mut run) = (Vec::new(), Vec::new());
-            for_each_run(&part, slice, &ranges, |start, base, places| {
-                self.tensors.read(tensor, start..start + places.len(), &mut bytes, &mut run)?;
-                let read = |value: f32| {
-                    if part.offset == 0.0 { value } else { value + part.offset }
-                };
-                places.iter().zip(&run).for_each(|(&place, &value)| values[base + place] = read(value));
-                Ok(())
-            })?;
-        }
-        Ok(values)
+        read_parts(&self.tensors, &parts, |part| self.name(part), slice)
     }
 
     /// The name of a part's tensor in these files.
@@ -299,6 +288,34 @@ impl Pretrained {
         problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
         if problems.is_empty() { Ok(()) } else { Err(Error::Tensors(problems)) }
     }
+}
+
+/// The elements of a parameter with these parts that `slice` has, as they are stored: padding is zero.
+fn read_parts(
+    tensors: &Tensors,
+    parts: &[TensorPart],
+    name: impl Fn(&TensorPart) -> String,
+    slice: &LocalSlice,
+) -> Result<Vec<f32>, Error> {
+    let mut values = vec![0.0; slice.stored.count()];
+    for part in parts {
+        let ranges = part.within(&slice.ranges);
+        if ranges.iter().any(|range| range.is_empty()) {
+            continue;
+        }
+        let name = name(part);
+        let tensor = tensors.find(&name).ok_or_else(|| Error::Tensors(vec![format!("{name} is missing")]))?;
+        let (mut bytes, mut run) = (Vec::new(), Vec::new());
+        for_each_run(part, slice, &ranges, |start, base, places| {
+            tensors.read(tensor, start..start + places.len(), &mut bytes, &mut run)?;
+            let read = |value: f32| {
+                if part.offset == 0.0 { value } else { value + part.offset }
+            };
+            places.iter().zip(&run).for_each(|(&place, &value)| values[base + place] = read(value));
+            Ok(())
+        })?;
+    }
+    Ok(values)
 }
 
 /// Neighbouring elements of a tensor that are read at once: at most this many, but for a single dim.

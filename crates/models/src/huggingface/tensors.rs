@@ -188,10 +188,21 @@ fn shards_of(index: &Path) -> Result<BTreeSet<String>, Error> {
 }
 
 impl Tensors {
+    fn none() -> Self {
+        let (files, by_name, metadata) = Default::default();
+        Self { files, by_name, metadata, bytes_read: AtomicU64::new(0) }
+    }
+
+    /// Opens one file, and reads its header.
+    pub(super) fn open_file(path: PathBuf) -> Result<Self, Error> {
+        let mut tensors = Self::none();
+        tensors.add(path)?;
+        Ok(tensors)
+    }
+
     /// Opens the files of a folder, and reads their headers.
     pub(super) fn open(folder: &Path) -> Result<Self, Error> {
-        let (files, by_name, metadata) = Default::default();
-        let mut tensors = Self { files, by_name, metadata, bytes_read: AtomicU64::new(0) };
+        let mut tensors = Self::none();
         let opened = files_of(folder)?.into_iter().filter_map(|name| tensors.add(folder.join(name)).err());
         if let Some(error) = Error::all(opened.collect()) { Err(error) } else { Ok(tensors) }
     }
@@ -275,6 +286,19 @@ impl Tensors {
     /// Bytes of weights read so far; headers are not counted.
     pub(super) fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Reads all bytes of a tensor, with its type and extents in front, so many at a time.
+    pub(super) fn for_each_chunk(&self, name: &str, mut visit: impl FnMut(&[u8])) -> Result<(), Error> {
+        const CHUNK: usize = 1 << 22;
+        let Some(tensor) = self.by_name.get(name) else { return Ok(()) };
+        visit(format!("{:?} {:?}", tensor.dtype, tensor.shape).as_bytes());
+        let (count, (mut bytes, mut values)) = (tensor.shape.iter().product::<usize>(), Default::default());
+        for start in (0..count).step_by(CHUNK) {
+            self.read(tensor, start..count.min(start + CHUNK), &mut bytes, &mut values)?;
+            visit(&bytes);
+        }
+        Ok(())
     }
 
     /// Reads neighbouring elements of a tensor. `bytes` is memory to use again.

@@ -1,6 +1,7 @@
 //! Tests through the public interface. One program, because each costs a link.
 
 mod activations;
+mod adapters;
 mod canonical;
 mod common;
 mod opaque;

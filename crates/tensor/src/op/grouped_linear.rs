@@ -225,7 +225,7 @@ impl Op for GroupedLinear {
             || format!("x is [rows, ..] with the last {} dims of weight, which are summed over", self.contract),
             inputs,
         )?;
-        cx.save_input(0)?;
+        cx.save_input_for(0, 1)?;
         cx.save_input(1)?;
         let (device, spec) = (x.device(), self.gemm(self.terms[0]));
         let shape = Shape::new(&[&[self.groups.total()], &ws[1..ws.len() - self.contract]].concat());

@@ -258,7 +258,7 @@ impl Op for Linear {
         if let Then::Swiglu(_) = self.then {
             cx.require(gated.is_some(), || "weight is [.., features, 2, ..], pairs of gate and up".to_owned(), inputs)?;
         }
-        cx.save_input(0)?;
+        cx.save_input_for(0, 1)?;
         cx.save_input(1)?;
         let (m, n, k) = self.mnk();
         let matmul = device.matmul()?;

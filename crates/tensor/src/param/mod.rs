@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: the documented declarations of one type, and the refusals that belong to them.
 
+mod adapters;
 mod gradients;
 mod group;
 mod id;
@@ -12,6 +13,7 @@ mod slice;
 mod statistic;
 mod values;
 
+pub use adapters::{Adapter, AdapterSpec, Adapters, MatrixOf};
 pub use gradients::{Gradients, reduction_axes};
 pub use group::{Matrices, ParamGroup};
 pub use id::ParamId;
@@ -28,6 +30,7 @@ use id::Registry;
 use meshwork_core::{Coords, DType, Mesh, Ty, Types};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The role of a parameter. It determines the [group](ParamGroup) of the parameter, unless the declaration has another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,6 +53,11 @@ pub enum Init {
     Normal {
         /// Standard deviation.
         std: f32,
+    },
+    /// Uniform between -bound and bound.
+    Uniform {
+        /// The largest magnitude.
+        bound: f32,
     },
     /// All zero.
     Zeros,
@@ -124,6 +132,8 @@ pub struct Declarations {
     half: Option<HalfType>,
     /// Whether what is declared now is frozen.
     freezing: bool,
+    /// The adapters of what is declared now.
+    adapters: Option<Arc<Adapters>>,
     registry: Registry,
     specs: Vec<ParamSpec>,
     /// Per parameter, whether a layer declared it: others only tie it.
@@ -230,7 +240,11 @@ impl Declarations {
         init: Init,
         group: ParamGroup,
     ) -> Result<ParamId> {
-        let spec = ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group };
+        self.declare_spec(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
+    }
+
+    /// Declares the parameter that `spec` states: [`declare_in`](Self::declare_in).
+    fn declare_spec(&mut self, spec: ParamSpec) -> Result<ParamId> {
         let id = self.enter(spec)?;
         if std::mem::replace(&mut self.owned[id.index], true) {
             return Err(Error::Declaration {
@@ -293,6 +307,30 @@ impl Declarations {
         group: ParamGroup,
     ) -> Result<ParamId> {
         self.enter(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
+    }
+
+    /// Puts a declared parameter into another group: what a model of ready layers trains can so be chosen from outside
+    /// of them. Every stage and rank that holds the parameter does so.
+    ///
+    /// ```
+    /// use meshwork_tensor::param::ParamGroup;
+    /// use meshwork_tensor::{Declarations, Init, Placement, Role};
+    ///
+    /// let mut params = Declarations::new();
+    /// let id = params.declare("norm", &[8], Placement::replicated(), Role::Norm, Init::Ones)?;
+    /// params.set_group(id, ParamGroup::FROZEN)?;
+    /// assert!(params.spec(id).group.frozen);
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// An id that other declarations gave; a group whose matrices the parameter does not have.
+    pub fn set_group(&mut self, id: ParamId, group: ParamGroup) -> Result<()> {
+        self.require_own(id)?;
+        let spec = ParamSpec { group, ..self.specs[id.index].clone() };
+        spec.require_placement()?;
+        self.specs[id.index] = spec;
+        Ok(())
     }
 
     /// Parameters that layers tie and none declares: of one stage they may be another stage's, of a whole model there

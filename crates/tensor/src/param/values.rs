@@ -360,6 +360,10 @@ fn initialise(spec: &ParamSpec, local: &LocalSlice, seed: u64, values: &mut [f32
             random::fill_normal(key, start, &mut values[range.clone()]);
             values[range].iter_mut().for_each(|value| *value *= std);
         }
+        Init::Uniform { bound } => {
+            random::fill_uniform(key, start, &mut values[range.clone()]);
+            values[range].iter_mut().for_each(|value| *value = bound * (2.0 * *value - 1.0));
+        }
     });
 }
 

@@ -153,6 +153,8 @@ struct Blocks {
     /// The types of the inputs, and of the result.
     inputs: Vec<Types>,
     result: Types,
+    /// Whether layers computed without their adapters.
+    plain: bool,
     /// How the function reads each parameter.
     reads: BTreeMap<ParamId, Types>,
     /// The result, until forward returns it.
@@ -223,10 +225,10 @@ impl Tape {
         if whole || self.decodes() {
             return function(self, &clones, &Block::whole([samples, seq]));
         }
-        let (blocks, number) = (blocks([samples, seq], block, slices), self.applied());
+        let (blocks, number, plain) = (blocks([samples, seq], block, slices), self.applied(), !self.has_adapters());
         let (mut made, mut result, mut reads) = (None, Types::NONE, BTreeMap::new());
         for (at, block) in blocks.iter().enumerate() {
-            let inner = self.nested(self.mode(), number, block, false);
+            let inner = self.nested(self.mode(), (number, plain), block, false);
             let parts = clones.iter().map(|x| Ok(inner.constant(block.of(x.tensor())?, x.types())));
             let of_block = function(&inner, &parts.collect::<Result<Vec<_>>>()?, block)?;
             if at == 0 {
@@ -243,18 +245,19 @@ impl Tape {
         let read = |&id: &ParamId| Ok(Var { padding: Padding::default(), ..self.param(id)? });
         let parameters = reads.keys().map(read).collect::<Result<Vec<_>>>()?;
         let (types, made) = (inputs.iter().map(|input| input.types()).collect(), RefCell::new(made));
-        let op = Blocks { function: Rc::new(function), blocks, number, inputs: types, result, reads, made };
+        let op = Blocks { function: Rc::new(function), blocks, number, plain, inputs: types, result, reads, made };
         self.apply(op, &inputs.iter().copied().chain(&parameters).collect::<Vec<_>>())
     }
 
     /// A tape for a block of this one's tokens, which keeps what it saves in memory.
-    fn nested(&self, mode: Mode, number: usize, block: &Block, records: bool) -> Self {
+    fn nested(&self, mode: Mode, (number, plain): (usize, bool), block: &Block, records: bool) -> Self {
         let position = self.inner.position;
         let position = Position { first_sample: position.first_sample + block.samples.start as u64, ..position };
         let (rank, params, device) = (self.rank().clone(), self.params().clone(), self.device().clone());
         let nested = Self::new(rank, params, device, mode, position);
         nested.count_from(number);
         nested.compress_rows(self.inner.rows.get());
+        nested.inner.plain.set(plain);
         nested.inner.within.get_or_init(|| Within { block: block.clone(), records });
         nested
     }
@@ -434,7 +437,7 @@ impl Op for Blocks {
         let tape = cx.tape;
         let mut shares = Shares { sink: &mut *cx.sink, tape, uses: cx.uses, sums: BTreeMap::new() };
         for (at, block) in self.blocks.iter().enumerate() {
-            let inner = tape.nested(Mode::Train, self.number, block, true);
+            let inner = tape.nested(Mode::Train, (self.number, self.plain), block, true);
             let part = |((x, &types), &flows): ((&Tensor, &Types), &bool)| {
                 let part = block.of(x)?;
                 Ok(if flows { inner.input(part, types) } else { inner.constant(part, types) })

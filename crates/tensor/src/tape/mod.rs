@@ -127,6 +127,8 @@ struct Inner {
     decided: RefCell<decisions::Decided>,
     /// The compression of the rows that layers exchange.
     rows: Cell<RowSchemes>,
+    /// Whether layers compute without their adapters.
+    plain: Cell<bool>,
     /// On a tape for a block of tokens: what it knows of it.
     within: OnceCell<blocks::Within>,
     /// Names under which randomness has been drawn.
@@ -200,6 +202,7 @@ impl Tape {
             notes: RefCell::default(),
             decided: RefCell::default(),
             rows: Cell::default(),
+            plain: Cell::default(),
             within: OnceCell::new(),
             random: RefCell::default(),
         };
@@ -245,6 +248,20 @@ impl Tape {
             done?;
         }
         Ok(())
+    }
+
+    /// Applies operations with the [adapters](crate::param::Adapters) of all layers off: `apply` computes the frozen
+    /// model, without a copy of it.
+    pub fn without_adapters<T>(&self, apply: impl FnOnce() -> T) -> T {
+        let around = self.inner.plain.replace(true);
+        let applied = apply();
+        self.inner.plain.set(around);
+        applied
+    }
+
+    /// Whether layers add what their adapters compute.
+    pub fn has_adapters(&self) -> bool {
+        !self.inner.plain.get()
     }
 
     /// The rank that this tape computes for.

@@ -138,6 +138,18 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
+    /// Keeps input `i` as [`save_input`](Self::save_input) does, for the gradient of input `of` alone: nothing where
+    /// that takes none, as a frozen weight. Then `cx.saved(..)` of it is an error.
+    pub fn save_input_for(&mut self, i: usize, of: usize) -> Result<()> {
+        if self.inputs[of].source.takes_gradient() {
+            return self.save_input(i);
+        }
+        if self.records {
+            self.saved.push(Saved::Taken);
+        }
+        Ok(())
+    }
+
     /// Whether a [recipe](Self::recipe) would be used: tensors that it alone needs are saved only then.
     pub fn recomputes(&self) -> bool {
         self.records && self.tape.inner.policy.recomputes()

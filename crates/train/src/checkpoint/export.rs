@@ -3,15 +3,19 @@
 //! The weights come from the trainer, parameter by parameter: each rank sends rank 0 the slices that it is the first to
 //! hold, and rank 0 has one whole parameter in memory at a time. So the folder has the same bytes on every mesh, and
 //! needs no checkpoint.
+//!
+//! A model with [adapters](crate::config) is written with them added to its weights, or they are written alone, as a
+//! folder of PEFT.
 
 use super::CheckpointError;
-use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault};
+use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault, LoraExport};
 use crate::data::{Data, END, byte_level};
 use crate::generate::Compressed;
 use meshwork_core::{CommError, Group};
 use meshwork_engine::{Plan, StateKind, StateView, TrainError, Trainer, state_layout};
-use meshwork_models::huggingface::{self, Export, Pretrained, tokenizer_files};
+use meshwork_models::huggingface::{self, AdapterExport, Export, Pretrained, tokenizer_files};
 use meshwork_tensor::ParamSpec;
+use meshwork_tensor::param::Adapters;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,8 +28,14 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// The export of a run without its weights: its other files and its folder, known before training begins.
 pub(crate) struct Planned {
-    export: Export,
+    export: What,
     out: PathBuf,
+}
+
+/// What is written.
+enum What {
+    Model(Box<Export>),
+    Adapter(Box<AdapterExport>),
 }
 
 impl Planned {
@@ -37,11 +47,16 @@ impl Planned {
         let Some(out) = &config.checkpoint.export else { return Ok(None) };
         let from = config.model.init_from.as_deref().map(Path::new);
         let pretrained = from.map(Pretrained::open).transpose()?;
-        let export = Export {
-            from: pretrained.map(|pretrained| pretrained.settings().clone()).or_else(|| described(config)),
-            ends_of_text: end_of_text(config, data).into_iter().collect(),
-            files: tokenizer(config, data, from)?,
-            ..bare(config)
+        let export = match (bare_adapter(config), &pretrained) {
+            (Some(adapter), Some(base)) => {
+                What::Adapter(Box::new(AdapterExport { base_hash: base.hash()?, ..adapter }))
+            }
+            _ => What::Model(Box::new(Export {
+                from: pretrained.map(|pretrained| pretrained.settings().clone()).or_else(|| described(config)),
+                ends_of_text: end_of_text(config, data).into_iter().collect(),
+                files: tokenizer(config, data, from)?,
+                ..bare(config)
+            })),
         };
         Ok(Some(Self { export, out: out.into() }))
     }
@@ -55,12 +70,28 @@ fn described(config: &Config) -> Option<huggingface::Settings> {
 
 /// The export by the configuration alone.
 fn bare(config: &Config) -> Export {
-    let dtype = match config.checkpoint.export_dtype {
+    Export { overwrite: config.checkpoint.export_overwrite, ..Export::new(config.architecture(), dtype(config)) }
+}
+
+/// The export of the adapters alone by the configuration, if that is what is asked for; without the hash of the base.
+fn bare_adapter(config: &Config) -> Option<AdapterExport> {
+    let lora = config.lora.described().filter(|_| config.lora.export == LoraExport::Adapter)?;
+    Some(AdapterExport {
+        architecture: config.architecture(),
+        lora,
+        dtype: dtype(config),
+        base: config.model.init_from.as_deref()?.into(),
+        base_hash: String::new(),
+        overwrite: config.checkpoint.export_overwrite,
+    })
+}
+
+fn dtype(config: &Config) -> huggingface::Dtype {
+    match config.checkpoint.export_dtype {
         Dtype::F32 => huggingface::Dtype::F32,
         Dtype::Bf16 => huggingface::Dtype::Bf16,
         Dtype::F16 => huggingface::Dtype::F16,
-    };
-    Export { overwrite: config.checkpoint.export_overwrite, ..Export::new(config.architecture(), dtype) }
+    }
 }
 
 /// The fault of a folder that could not be written at the end of the run, or that the run reads or writes to otherwise.
@@ -85,9 +116,13 @@ pub(crate) fn fault(config: &Config) -> Option<Fault> {
         let problem = format!("has the folder of {key} in it, or is it, and the whole folder is replaced");
         return Some(Fault::new(KEY, out, problem, valid));
     }
-    match bare(config).check(Path::new(out)) {
+    let checked = match bare_adapter(config) {
+        Some(adapter) => adapter.check(Path::new(out)),
+        None => bare(config).check(Path::new(out)),
+    };
+    match checked {
         // Sizes that no model has are faults of their own.
-        Ok(()) | Err(huggingface::Error::Model(_)) => None,
+        Ok(()) | Err(huggingface::Error::Model(_) | huggingface::Error::Lora { .. }) => None,
         Err(error @ huggingface::Error::Occupied { .. }) => {
             let valid = "set checkpoint.export_overwrite = true to replace that model, or use another folder";
             Some(Fault::new(KEY, out, error.to_string(), valid))
@@ -195,14 +230,23 @@ pub(crate) fn export(
 ) -> Result<(), CheckpointError> {
     let failed = |error| CheckpointError::Export(Box::new(error));
     let weights = Weights::new(trainer, plan)?;
-    let Some(Planned { mut export, out }) = planned else {
-        let order = bare(config).order().map_err(failed)?;
-        return order.iter().try_for_each(|spec| weights.send(spec));
+    let adapters = config.adapters().unwrap_or_default();
+    let Some(Planned { export, out }) = planned else {
+        let order = match bare_adapter(config) {
+            Some(adapter) => adapter.order(),
+            None => bare(config).order(),
+        };
+        return order.map_err(failed)?.iter().try_for_each(|spec| weights.send_merged(spec, &adapters));
     };
-    let cuts: Vec<usize> = trainer.plan().boundaries().iter().map(|cut| cut.layer).collect();
-    let compressed = Compressed::of_run(config, &cuts, trainer.steps_done());
-    export.metadata = compressed.map_or_else(BTreeMap::new, |run| run.metadata());
-    export.write(&out, |spec| Ok(weights.receive(spec)?)).map_err(failed)
+    match export {
+        What::Adapter(adapter) => adapter.write(&out, |spec| Ok(weights.receive(spec)?)).map_err(failed),
+        What::Model(mut export) => {
+            let cuts: Vec<usize> = trainer.plan().boundaries().iter().map(|cut| cut.layer).collect();
+            let compressed = Compressed::of_run(config, &cuts, trainer.steps_done());
+            export.metadata = compressed.map_or_else(BTreeMap::new, |run| run.metadata());
+            export.write(&out, |spec| Ok(weights.receive_merged(spec, &adapters)?)).map_err(failed)
+        }
+    }
 }
 
 /// A part of a parameter: a range of each dim.
@@ -249,6 +293,30 @@ impl<'a> Weights<'a> {
             },
         )?;
         Ok(Self { world, slices, mine })
+    }
+
+    /// Sends rank 0 what this rank has of a weight and of its adapters.
+    fn send_merged(&self, spec: &ParamSpec, adapters: &Adapters) -> Result<(), CheckpointError> {
+        self.send(spec)?;
+        for adapter in adapters.of(&spec.name) {
+            adapter
+                .specs(spec, adapters.rank)
+                .map_err(TrainError::from)?
+                .iter()
+                .try_for_each(|spec| self.send(spec))?;
+        }
+        Ok(())
+    }
+
+    /// The whole weight with the products of its adapters added, on rank 0.
+    fn receive_merged(&self, spec: &ParamSpec, adapters: &Adapters) -> Result<Vec<f32>, CheckpointError> {
+        let mut whole = self.receive(spec)?;
+        for adapter in adapters.of(&spec.name) {
+            let [a, b] = adapter.specs(spec, adapters.rank).map_err(TrainError::from)?;
+            let [a, b] = [self.receive(&a)?, self.receive(&b)?];
+            adapter.merge(spec, adapters, [&a, &b], &mut whole).map_err(TrainError::from)?;
+        }
+        Ok(whole)
     }
 
     /// Sends rank 0 the slices of a parameter that this rank is the first to hold.

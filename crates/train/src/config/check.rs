@@ -7,7 +7,7 @@ use super::batch::multiple;
 use super::device::Device;
 use super::fault::Fault;
 use super::settings::Settings;
-use super::words::{DecayName, ModelKind, Objective, OffloadWord};
+use super::words::{DecayName, ModelKind, Objective, OffloadWord, ReductionName};
 use super::{Config, architecture, context, partition, permit};
 
 /// Adds the faults across keys to `settings`.
@@ -119,6 +119,12 @@ fn check_canonical(config: &Config, settings: &mut Settings) {
     settings.require(&[], count <= MAX_BLOCKS, || {
         let problem = "more blocks than any tp has use for: each costs time and memory";
         Fault::new(key, count, problem, format!("use {MAX_BLOCKS} or fewer"))
+    });
+    let (reduction, by) = ("comm.reduction", config.comm.reduction);
+    settings.require(&[reduction], by == ReductionName::Tree, || {
+        let problem =
+            "MPI adds up in an order of its own, and training.numerics = \"canonical\" promises that of the tree";
+        Fault::new(reduction, by.name(), problem, "use tree, or training.numerics = \"fast\"")
     });
     let (mesh, batch) = (&config.parallelism, config.training.global_batch_size);
     let trees =

@@ -30,6 +30,8 @@ conditions! {
     GROUPS: "moe.top_groups below moe.num_groups", ["moe.top_groups", "moe.num_groups"], |c| c.moe.top_groups < c.moe.num_groups;
     BALANCES: "moe.aux_loss_coeff above 0", ["moe.aux_loss_coeff"], |c| c.moe.aux_loss_coeff > 0.0;
 
+    LORA: "lora.rank above 0", ["lora.rank"], |c| c.lora.rank > 0;
+
     // The mesh.
     DP: "parallelism.dp above 1", ["parallelism.dp"], |c| c.parallelism.dp > 1;
     TP: "parallelism.tp above 1", ["parallelism.tp"], |c| c.parallelism.tp > 1;

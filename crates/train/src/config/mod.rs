@@ -24,6 +24,7 @@ mod effects;
 mod experts;
 mod fault;
 pub mod keys;
+mod lora;
 mod mesh;
 mod mixed;
 mod partition;
@@ -47,6 +48,7 @@ pub use cli::Args;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint};
 pub use fault::{ConfigError, Fault, choose_from};
+pub(crate) use lora::fault_of_base;
 pub use mesh::{AXES, parse_mesh};
 pub(crate) use permit::permits;
 pub(crate) use pretrained::{is_free, same};
@@ -55,9 +57,10 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LossScaleWord, LossScaling,
-    MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord, Recomputed,
-    RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord, WordOr,
+    CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport, LossScaleWord,
+    LossScaling, MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord,
+    Recomputed, ReductionName, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps,
+    VerifyWord, WordOr,
 };
 
 impl Config {

@@ -12,7 +12,7 @@ use meshwork_models::decoder::{DecoderConfig, DecoderModel};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::families::{GPT2, LLAMA};
 use meshwork_models::language::{Boundary, Frozen};
-use meshwork_nn::Model as AnyModel;
+use meshwork_nn::{Adapted, Model as AnyModel};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Order, Rotary, RotaryScaling};
@@ -41,7 +41,11 @@ impl Config {
         let block = self.memory.sequence_block;
         let model =
             DecoderModel::new(self.decoder()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-        Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
+        let model = model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block);
+        match self.adapters() {
+            Some(adapters) => Arc::new(Adapted::new(Arc::new(model), adapters)),
+            None => Arc::new(model),
+        }
     }
 
     /// How cp cuts the sequences of the model, if it does.

@@ -9,7 +9,7 @@ use super::mesh::{AXES, parse_mesh};
 use super::preset::{self, Moe, preset};
 use super::settings::Settings;
 use super::words::{Dtype, ModelKind, MoeRouter, Objective};
-use super::{Config, compress, conditions, context, experts, mixed, partition, pretrained, schedule, size, zero};
+use super::{Config, compress, conditions, context, experts, lora, mixed, partition, pretrained, schedule, size, zero};
 use meshwork_core::{pool, simd};
 use meshwork_pipeline::{Generator, by_name};
 use std::ffi::OsString;
@@ -36,6 +36,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     context::resolve(&mut config, &settings);
     check(&config, &mut settings);
     experts::check(&config, &mut settings);
+    lora::check(&config, &mut settings);
     zero::check(&config, &mut settings);
     compress::check(&config, &mut settings);
     mixed::check(&config, &mut settings);
@@ -142,6 +143,7 @@ pub(super) fn derive(settings: &mut Settings) {
     derive_experts(settings, preset.moe);
     settings.derive("checkpoint.export_dtype", &[], Dtype::F32.name());
     pretrained::derive(settings);
+    lora::derive(settings);
     mixed::derive(settings);
 
     let steps: Value = settings.get("training.steps");

@@ -18,9 +18,9 @@ use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts,
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord,
+    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport,
     LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
-    Overlong, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
+    Overlong, RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
     ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
@@ -108,6 +108,28 @@ sections! {
         /// A config.json of Hugging Face, its path or its text, of another family than GPT-2 and Llama: sizes and
         /// layers of a model to train from scratch. init_from sets it where its folder has such a model.
         config: Option<String> = Unset, Text, Model;
+    }
+
+    /// Low-rank adapters (LoRA): the weights of the model are frozen, and small matrices beside some of them are
+    /// trained. docs/finetune.md says more.
+    [lora] Lora {
+        /// Rank of the adapters; 0: none.
+        rank: usize = int(0), Count(0), Model;
+        /// The result of an adapter is scaled by alpha / rank.
+        alpha: f64 = float(16.0), Number(Positive), Model, if LORA;
+        /// Whether it is scaled by alpha / √rank instead.
+        rslora: bool = OFF, Switch, Model, if LORA;
+        /// The linear layers that have an adapter, by the names of PEFT (target_modules), with commas: q_proj,v_proj of
+        /// a Llama, c_attn of a GPT-2. all-linear: all of the blocks.
+        targets: String = is("all-linear"), Text, Model, if LORA;
+        /// Probability of dropping an element of the input of an adapter.
+        dropout: f64 = float(0.0), Number(BelowOne), Numbers, if LORA;
+        /// A folder of PEFT (adapter_config.json, adapter_model.safetensors) to go on from: settings and weights. An
+        /// adapter of another base than model.init_from is refused.
+        init_from: Option<String> = Unset, Text, Model;
+        /// What checkpoint.export writes: merged, the model with the adapters added to its weights; or adapter, a
+        /// folder of PEFT with the adapters alone.
+        export: LoraExport = is("merged"), Choice(LoraExport::WORDS), Output, if LORA && EXPORTS;
     }
 
     /// Degrees of the axes of the mesh, with the mesh string merged in.
@@ -492,6 +514,9 @@ sections! {
         kind: CommKind = is("auto"), Choice(CommKind::WORDS), Speed;
         /// Ranks of a process that MPI joins to others: consecutive ranks, as threads.
         ranks_per_process: usize = int(1), Count(1), Speed;
+        /// Who adds up f32 and f64 between processes. tree: meshwork, with the bits of threads. native: MPI, in an
+        /// order of its own, which canonical numerics refuse; docs/clusters.md says where it is faster.
+        reduction: ReductionName = is("tree"), Choice(ReductionName::WORDS), Rounding;
         /// The MPI library, by path or name (libmpi.so.40); unset: the one that fits the launcher, else any that is
         /// found.
         library: Option<String> = Unset, Text, Speed;

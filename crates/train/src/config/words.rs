@@ -4,6 +4,7 @@ use super::setting::{Setting, stands_for, words};
 use meshwork_compress::Rounding;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
+use meshwork_mpi::Reduction;
 use meshwork_optim::Decay;
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
@@ -46,6 +47,8 @@ words! {
     MoeOverflow { Drop = "drop", Reroute = "reroute" }
     /// `comm.kind`.
     CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi" }
+    /// `comm.reduction`.
+    ReductionName { Tree = "tree", Native = "native" }
     /// `parallelism.elastic`.
     Elastic { Off = "off", Dp = "dp" }
     /// `parallelism.context_parallel_method`.
@@ -90,6 +93,8 @@ words! {
     Overlong { Truncate = "truncate", Skip = "skip" }
     /// `data.token_type`.
     TokenType { Auto = "auto", U8 = "u8", U16 = "u16", U32 = "u32", I32 = "i32", U64 = "u64", I64 = "i64" }
+    /// `lora.export`.
+    LoraExport { Merged = "merged", Adapter = "adapter" }
     /// `validation.compression`.
     ValidationCompression { AsTrained = "as_trained", Off = "off", Both = "both" }
     /// `compress.rounding`.
@@ -139,6 +144,7 @@ stands_for! {
     MoeOverflow for Overflow { Drop => Self::Drop, Reroute => Self::Reroute }
     AuxScope for AuxLossScope { Sequence => Self::Sequence, GlobalBatch => Self::GlobalBatch }
     DecayName for Decay { None => Self::None, Linear => Self::Linear, Cosine => Self::Cosine }
+    ReductionName for Reduction { Tree => Self::Tree, Native => Self::Native }
     RoundingName for Rounding { Nearest => Self::Nearest, Stochastic => Self::Stochastic }
     Dtype for Option<HalfType> { F32 => None, Bf16 => Some(HalfType::Bf16), F16 => Some(HalfType::F16) }
     SavedDtype for Option<Encoding> { F32 => None, Bf16 => Some(Encoding::Half(HalfType::Bf16)),

@@ -64,7 +64,8 @@ impl Joined {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         let host = hash(gethostname::gethostname().as_encoded_bytes());
-        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process, host };
+        let (ranks_per_process, reduction) = (comm.ranks_per_process, comm.reduction.into());
+        let options = Options { timeout: comm.timeout(), ranks_per_process, reduction, host };
         meet(launch, library, options, stop)
     }
 

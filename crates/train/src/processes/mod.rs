@@ -16,7 +16,7 @@ pub use join::world;
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
-use crate::config::{AXES, CommKind, Config, Elastic, Fault, Settings};
+use crate::config::{AXES, CommKind, Config, Elastic, Fault, ReductionName, Settings};
 use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
 use meshwork_core::{RankEnd, RunError};
@@ -44,6 +44,13 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
         let every = config.checkpoint.peer_every;
         let why = "all ranks are threads of this process, and would be lost together";
         config.notices.push(format!("checkpoint.peer_every = {every} keeps no snapshots: {why}"));
+    }
+    if config.comm.reduction == ReductionName::Native {
+        let by = match &config.comm.launch {
+            Some(_) => "MPI adds up f32 and f64 between processes, in an order of its own",
+            None => "it has no effect: all ranks are threads of this process, whose sums are those of the tree",
+        };
+        config.notices.push(format!("comm.reduction = native: {by}"));
     }
     let ranks = launched(config, &environment).filter(|_| settings.faults.is_empty());
     match ranks.map_or(Ok(None), |ranks| elastic::fit(config, ranks)) {
@@ -159,8 +166,8 @@ pub fn cannot_meet(error: &RunError) -> bool {
     let of = |end: &RankEnd| match end {
         RankEnd::Error(error) => match error.downcast_ref() {
             Some(RankError::Mpi(error)) => {
-                use meshwork_mpi::MpiError::{Library, NotFound, Threads};
-                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. })
+                use meshwork_mpi::MpiError::{Library, Native, NotFound, Threads};
+                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. } | Native { .. })
             }
             Some(RankError::Launch(_)) => true,
             _ => false,

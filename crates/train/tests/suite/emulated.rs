@@ -105,6 +105,12 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
         (blocks, "tp=2", &["--set=parallelism.sequence_parallel=true"]),
         (blocks, "dp=2", &["--set=memory.recompute=full"]),
         (&[], "dp=2", &["--set=parallelism.zero_stage=3"]),
+        (&["--set=lora.rank=4", "--set=lora.dropout=0.1"], "dp=2,tp=2", &["--set=parallelism.sequence_parallel=true"]),
+        (
+            &["--set=model.kind=llama", "--set=model.dropout=0", "--set=lora.rank=4", "--set=lora.targets=v_proj"],
+            "tp=2",
+            &[],
+        ),
         (&[], "dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
     ] {
         let shared = emulator(&kernels, 0);

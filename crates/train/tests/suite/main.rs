@@ -3,6 +3,7 @@
 
 #![allow(clippy::result_large_err, reason = "tests return the errors of ranks as they are")]
 
+mod arguments;
 mod checkpoint;
 mod config;
 mod configurations;
@@ -15,6 +16,7 @@ mod faults;
 mod generation;
 mod huggingface;
 mod images;
+mod lora;
 mod mesh;
 mod metrics;
 mod mutations;

@@ -139,6 +139,7 @@ where
         tape.backward(&output, self.seed(&output, rank), Weights::Now, &mut sink).unwrap();
 
         let reads = tape.reads();
+        let trained = declarations.ids().filter(|&id| !declarations.spec(id).group.frozen);
         let param = |id: ParamId| {
             let spec = declarations.spec(id);
             let gradient = sink.0.get(&id).unwrap_or_else(|| panic!("{} has no gradient", spec.name));
@@ -157,7 +158,7 @@ where
         RankResult {
             output: piece(output.tensor(), on(self.axis, output.types())),
             inputs: vars.iter().filter_map(gradient).collect(),
-            params: declarations.ids().map(param).collect(),
+            params: trained.map(param).collect(),
         }
     }
 

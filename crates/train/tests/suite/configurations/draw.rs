@@ -220,6 +220,20 @@ impl Case {
         } else if frame.pretrained.is_none() && rarely(&mut own, 200) {
             case.keys.insert("model.config".to_owned(), path("texts"));
         }
+        // Adapters, which freeze all else.
+        if rarely(&mut own, 5) {
+            let some = |rng: &mut Rng, words: &[&str]| rng.pick(words).to_owned();
+            let (rank, targets) =
+                (some(&mut own, &["1", "2", "999"]), some(&mut own, &["all-linear", "all-linear", "nothing"]));
+            let rest = [("dropout", some(&mut own, &["0", "0.2"])), ("rslora", some(&mut own, &["true", "false"]))];
+            let rank = if rank == "999" && !rarely(&mut own, 8) { "1".to_owned() } else { rank };
+            let targets = if targets == "nothing" && !rarely(&mut own, 8) { "all-linear".to_owned() } else { targets };
+            let keys = [("rank", rank), ("targets", targets)].into_iter().chain(rest);
+            case.keys.extend(keys.map(|(key, value)| (format!("lora.{key}"), value)));
+            if !rarely(&mut own, 8) {
+                case.keys.remove("model.freeze");
+            }
+        }
         // Experts on a part of the ranks of cp.
         if frame.experts > 0 && frame.dp * frame.tp * frame.pp <= 2 && rarely(&mut own, 2) {
             let experts = (2 * frame.experts).to_string();
@@ -461,6 +475,7 @@ impl Frame {
                 (_, 1..20) => some(&rng.pick(&["norm", "layers.0", "layers.0, norm"])),
                 _ => None,
             },
+            _ if name.starts_with("lora.") => None, // drawn at the end
             "parallelism.dp" => Self::degree(rng, self.dp),
             "parallelism.tp" => Self::degree(rng, self.tp),
             "parallelism.pp" => Self::degree(rng, self.pp),
@@ -831,6 +846,8 @@ impl Frame {
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
             "comm.kind" => one_of(rng, &["auto", "threads"]),
             "comm.ranks_per_process" => one_of(rng, &["1", "2"]),
+            "comm.reduction" if !self.canonical => one_of(rng, &["tree", "native"]),
+            "comm.reduction" => rarely(rng, 200).then(|| "native".to_owned()),
             "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
             "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
             "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),

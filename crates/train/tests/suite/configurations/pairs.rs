@@ -15,7 +15,7 @@ type Factor = (&'static str, &'static [(&'static str, Keys)]);
 type Keys = &'static [(&'static str, &'static str)];
 
 #[rustfmt::skip] // A table: one value, one line.
-const FACTORS: [Factor; 12] = [
+const FACTORS: [Factor; 13] = [
     ("zero", &[
         ("0", &[]),
         ("1", &[("parallelism.zero_stage", "1")]),
@@ -80,6 +80,11 @@ const FACTORS: [Factor; 12] = [
         ("all", &[]),
         ("logits of three", &[("memory.loss_chunk", "3")]),
         ("logits and inner features of three", &[("memory.loss_chunk", "3"), ("memory.sequence_block", "3")]),
+    ]),
+    ("adapters", &[
+        ("none", &[]),
+        ("of all", &[("model.kind", "llama"), ("lora.rank", "2")]),
+        ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,o_proj")]),
     ]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),
     ("optimizer", &[

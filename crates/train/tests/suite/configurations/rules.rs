@@ -81,6 +81,13 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let no_model = |key| case.get(key).is_some_and(|path| path.ends_with("texts"));
     rule(no_model("model.init_from") || no_model("model.config"), "no model in the folder");
     rule(matches!(case.get("model.freeze"), Some("layer.0" | "layers.99")), "no such part to freeze");
+    if let Some(rank) = case.get("lora.rank") {
+        rule(rank == "999", "a rank above all matrices");
+        rule(case.get("lora.targets") == Some("nothing"), "no layer of that name");
+        rule(case.get("model.freeze").is_some_and(|freeze| !freeze.is_empty()), "all else is frozen");
+        rule(!llama && count(case, "moe.num_experts", 0) > 0, "a GPT-2 with experts is unknown to PEFT");
+        rule(rank == "2" && ffn == 1, "a rank above the inner features");
+    }
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");
     rule(!divides(tp, heads), "heads over tp");
@@ -328,6 +335,7 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let whole = |count: usize, ranks: usize| ranks == 1 || divides(ranks, count) && (count / ranks).is_power_of_two();
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
+    rule(case.get("comm.reduction") == Some("native"), "MPI adds up in an order of its own");
     rule(blocks > 4096, "more blocks than any tp has use for");
 }
 

@@ -6,12 +6,10 @@ use meshwork_core::World;
 use meshwork_core::comm::thread::Options;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{ScheduleSpec, StepReport, dry_run};
-use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
 use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
-use meshwork_train::{Data, TrainError, Trainer, load};
+use meshwork_train::{Data, StartWeights, TrainError, Trainer, load};
 use std::error::Error;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -159,9 +157,8 @@ pub fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let device = Arc::new(Cpu::new(config.training.matmul_dtype.precision()));
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;
-        if let Some(folder) = &config.model.init_from {
-            let pretrained = Pretrained::open(Path::new(folder))?;
-            trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
+        if let Some(start) = StartWeights::from_config(config)? {
+            trainer.load_weights(|spec, slice| start.read(spec, slice))?;
         }
         Ok::<_, Box<dyn Error + Send + Sync>>(numbers(trainer, config, &data)?)
     });

@@ -8,6 +8,7 @@
 //! | `canonical` | in canonical numerics they have its bits |
 //! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
 //! | `mixed` | weights, activations and gradients in 16 bits, with a loss scale, train as f32 does, on any mesh alike |
+//! | `lora` | adapters beside frozen weights train on any mesh as on one rank, in canonical numerics with its bits |
 //! | `loss_chunk` | a loss whose logits exist for a few tokens at a time is that of all logits, and takes less memory |
 //! | `offload` | what leaves memory comes back with its bits, and less is held meanwhile |
 //! | `opaque` | a device whose memory the host cannot read trains with the CPU's bits, and a step downloads its report alone |
@@ -28,6 +29,7 @@ mod cases;
 mod determinism;
 mod evaluation;
 mod failures;
+mod lora;
 mod loss_chunk;
 mod mixed;
 mod offload;

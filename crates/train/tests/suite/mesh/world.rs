@@ -71,6 +71,8 @@ pub struct Piece {
     pub name: String,
     /// Elements of the whole parameter.
     pub whole: usize,
+    /// Whether it is not trained: then it has neither gradient nor states.
+    pub frozen: bool,
     /// The weights.
     pub weights: Part,
     /// The gradient of the last step.
@@ -99,6 +101,7 @@ pub fn pieces(trainer: &Trainer) -> Result<Vec<Piece>, TrainError> {
         Ok(Piece {
             name: spec.name.clone(),
             whole: spec.global_elements(),
+            frozen: spec.group.frozen,
             weights: part(Vector::Weights, params.read(id)?),
             gradient: part(Vector::Gradients, trainer.gradient(id)?),
             states: states.into_iter().map(|state| part(Vector::States, state)).collect(),
@@ -143,7 +146,7 @@ pub struct Stepped {
     pub reports: Vec<StepReport>,
     /// Per rank, its memory and computation.
     pub usage: Vec<RankUsage>,
-    /// Every gradient, whole.
+    /// Every gradient of a parameter that is trained, whole.
     pub gradients: BTreeMap<String, Vec<f32>>,
     /// Every parameter after the step, whole.
     pub weights: BTreeMap<String, Vec<f32>>,
@@ -167,7 +170,18 @@ pub fn one_step(case: &Case, more: &str) -> Stepped {
 
 /// One step of a configuration.
 pub fn step_of(name: &str, config: &Config, data: &Data) -> Stepped {
+    step_from(name, config, data, |_| Ok(()))
+}
+
+/// The same of a trainer that `begin` has given other weights.
+pub fn step_from(
+    name: &str,
+    config: &Config,
+    data: &Data,
+    begin: impl Fn(&mut Trainer) -> Result<(), TrainError> + Sync,
+) -> Stepped {
     let ranks = on_mesh(config, |mut trainer| {
+        begin(&mut trainer)?;
         let report = train(&mut trainer, data, config)?;
         let meter = trainer.device().meter();
         let usage = RankUsage {
@@ -183,8 +197,9 @@ pub fn step_of(name: &str, config: &Config, data: &Data) -> Stepped {
         usage.push(rank.1);
         held.push(rank.2);
     }
-    let gradients = assemble(name, &held, |piece| &piece.gradient);
     let weights = assemble(name, &held, |piece| &piece.weights);
+    held.iter_mut().for_each(|pieces| pieces.retain(|piece| !piece.frozen));
+    let gradients = assemble(name, &held, |piece| &piece.gradient);
     Stepped { reports, usage, gradients, weights }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! More than 400 lines: what is sent, computed and refused, each by every method.
 
+mod balance;
+
 use meshwork_context_parallel::{ContextParallel, Method, Sizes};
 use meshwork_core::profile::{self, Class, Recorder, Span};
 use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types, World};

@@ -1,0 +1,292 @@
+//! Low-rank adapters beside the weights of linear layers (LoRA; Hu et al., 2021, section 4.1): a frozen weight W
+//! computes `W x + s · B A x`, and training changes A and B alone.
+//!
+//! A and B follow from the declaration of W, whose dims are outputs and inputs:
+//!
+//! | | dims | cut as | starts as |
+//! |---|---|---|---|
+//! | W | `[out.., in..]` | | |
+//! | A | `[rank, in..]` | the inputs of W | uniform in ±1/√(number of inputs) |
+//! | B | `[out.., rank]` | the outputs of W | zero |
+//!
+//! A weight may hold several matrices, as keys and values. Each of them may have an adapter of its own, or all of them
+//! one that takes them for one matrix.
+
+use super::{Declarations, Init, Matrices, ParamGroup, ParamId, ParamSpec, Placement, Role};
+use crate::error::{Error, Result};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The adapters of a model.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Adapters {
+    /// Columns of each B, and rows of each A.
+    pub rank: usize,
+    /// The factor s of the product of both: alpha / rank, or alpha / √rank (rsLoRA; Kalajdzievski, 2023).
+    pub scale: f64,
+    /// Probability of dropping an element of the input of A.
+    pub dropout: f32,
+    /// The adapters of each weight, by the name of the weight.
+    pub of: BTreeMap<String, Vec<AdapterSpec>>,
+}
+
+/// An adapter of a weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterSpec {
+    /// The name of A. Adapters of one name share it, as those of queries and of keys do that are one product elsewhere.
+    pub a: String,
+    /// The name of B.
+    pub b: String,
+    /// The number of the matrix that it adapts, among those that the weight holds; `None`: all of them as one.
+    pub matrix: Option<usize>,
+}
+
+/// An adapter as a layer reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adapter {
+    /// The parameter A, `[rank, in..]`.
+    pub a: ParamId,
+    /// The parameter B, `[out.., rank]`, where the outputs are those of its matrix.
+    pub b: ParamId,
+    /// The name under which its dropout draws: that of B.
+    pub name: String,
+    /// The matrix that it adapts, if it is one of several.
+    pub matrix: Option<MatrixOf>,
+}
+
+/// A matrix among those that a weight holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixOf {
+    /// The dim of the weight that numbers its matrices.
+    pub dim: usize,
+    /// The number of this one.
+    pub index: usize,
+    /// Their number.
+    pub count: usize,
+}
+
+impl Adapters {
+    /// The adapters of the weight of this name; none if it has none.
+    pub fn of(&self, weight: &str) -> &[AdapterSpec] {
+        self.of.get(weight).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether a parameter of this name is A or B of an adapter.
+    pub fn has(&self, parameter: &str) -> bool {
+        self.of.values().flatten().any(|adapter| adapter.a == parameter || adapter.b == parameter)
+    }
+}
+
+impl AdapterSpec {
+    /// The declarations of A and B beside a weight.
+    ///
+    /// # Errors
+    /// A weight that is no matrix, or holds no matrix of this number; a rank of more than its rows or columns; matrices
+    /// that the mesh shares out, as those of experts.
+    pub fn specs(&self, weight: &ParamSpec, rank: usize) -> Result<[ParamSpec; 2]> {
+        let refuse = |problem: String, valid: &str| {
+            Err(Error::Declaration { name: weight.name.clone(), problem, valid: valid.to_owned() })
+        };
+        let Some(matrices) = weight.group.matrices.filter(|_| weight.role == Role::Weight) else {
+            return refuse("it is no matrix, and takes no adapter".to_owned(), "name weights of linear layers");
+        };
+        let (dims, outputs) = (&weight.dims[..], weight.dims.len() - matrices.columns);
+        let fixed = match self.matrix {
+            None => None,
+            Some(_) => Some(self.numbered(weight)?),
+        };
+        let is_shared = |dim: usize| weight.placement.shards().iter().any(|&(_, cut)| cut == dim);
+        if matrices.numbering(dims.len()).any(is_shared) {
+            return refuse(
+                "the mesh shares out its matrices, and an adapter is not shared out with them".to_owned(),
+                "leave it out of the targets",
+            );
+        }
+        let rows: Vec<usize> = (0..outputs).filter(|&dim| fixed.is_none_or(|of| of.dim != dim)).collect();
+        let extents = |dims_of: &[usize]| dims_of.iter().map(|&dim| dims[dim]).collect::<Vec<_>>();
+        let (out, input) = (extents(&rows), &dims[outputs..]);
+        let least = out.iter().product::<usize>().min(input.iter().product());
+        if rank == 0 || rank > least {
+            return refuse(
+                format!("a rank of {rank} is none of a matrix of {out:?} outputs and {input:?} inputs"),
+                &format!("use a rank of 1 to {least}"),
+            );
+        }
+        // Each axis that cuts a dim of the weight cuts the same dim of A or B.
+        let cut = |place: &dyn Fn(usize) -> Option<usize>| {
+            let shards = weight.placement.shards().iter();
+            shards.fold(Placement::replicated(), |placement, &(axis, dim)| match place(dim) {
+                Some(dim) => placement.shard(axis, dim),
+                None => placement,
+            })
+        };
+        let of_a = cut(&|dim| dim.checked_sub(outputs).map(|dim| dim + 1));
+        let of_b = cut(&|dim| rows.iter().position(|&row| row == dim));
+        let bound = 1.0 / (input.iter().product::<usize>() as f32).sqrt();
+        let spec = |name: &str, dims: Vec<usize>, columns, placement, init| ParamSpec {
+            name: name.to_owned(),
+            dims: crate::Shape::new(&dims),
+            placement,
+            role: Role::Weight,
+            init,
+            group: ParamGroup::hidden(Matrices::new(0, columns)),
+        };
+        let a = spec(&self.a, [&[rank], input].concat(), input.len(), of_a, Init::Uniform { bound });
+        let b = spec(&self.b, [&out[..], &[rank]].concat(), 1, of_b, Init::Zeros);
+        Ok([a, b])
+    }
+
+    /// Adds `s · B · A` to the values of the whole weight, all row-major: the model without adapters that computes the
+    /// same.
+    ///
+    /// # Errors
+    /// As [`specs`](Self::specs).
+    pub fn merge(&self, weight: &ParamSpec, of: &Adapters, [a, b]: [&[f32]; 2], values: &mut [f32]) -> Result<()> {
+        let [_, spec] = self.specs(weight, of.rank)?;
+        let inputs = a.len() / of.rank;
+        let mut sums = vec![0.0; inputs];
+        // A row of B is an output of its matrix. Between the outputs in front of the dim that numbers matrices and
+        // those behind it lie those of the other matrices.
+        let (behind, count, index) = match self.matrix.map(|_| self.numbered(weight)).transpose()? {
+            None => (1, 1, 0),
+            Some(MatrixOf { dim, index, count }) => {
+                (spec.dims[dim..spec.dims.len() - 1].iter().product(), count, index)
+            }
+        };
+        for (row, b) in b.chunks_exact(of.rank).enumerate() {
+            let row = (row / behind * count + index) * behind + row % behind;
+            let values = &mut values[row * inputs..(row + 1) * inputs];
+            sums.fill(0.0);
+            for (b, a) in b.iter().zip(a.chunks_exact(inputs)) {
+                sums.iter_mut().zip(a).for_each(|(sum, a)| *sum += f64::from(*b) * f64::from(*a));
+            }
+            values.iter_mut().zip(&sums).for_each(|(value, sum)| *value += (of.scale * sum) as f32);
+        }
+        Ok(())
+    }
+
+    /// The place of its matrix among those of the weight.
+    fn numbered(&self, weight: &ParamSpec) -> Result<MatrixOf> {
+        let (index, dims) = (self.matrix.unwrap_or(0), &weight.dims);
+        let mut numbering = weight.group.matrices.into_iter().flat_map(|of| of.numbering(dims.len()));
+        match (numbering.next(), numbering.next()) {
+            (Some(dim), None) if index < dims[dim] => Ok(MatrixOf { dim, index, count: dims[dim] }),
+            _ => Err(Error::Declaration {
+                name: weight.name.clone(),
+                problem: format!("it holds no matrix {index}"),
+                valid: "number the matrices from 0, along the one dim that numbers them".to_owned(),
+            }),
+        }
+    }
+}
+
+impl Declarations {
+    /// Parameters that `declare` declares or ties are [frozen](Self::freezing), and linear layers declare these
+    /// adapters beside their weights, which are trained. Layers ask for them by [`adapters_of`](Self::adapters_of).
+    pub fn adapting<T>(&mut self, adapters: &Arc<Adapters>, declare: impl FnOnce(&mut Self) -> T) -> T {
+        let around = self.adapters.replace(Arc::clone(adapters));
+        let declared = self.freezing(true, declare);
+        self.adapters = around;
+        declared
+    }
+
+    /// The factor and the dropout of all adapters, and those of a weight, declared beside it; none outside of
+    /// [`adapting`](Self::adapting), or of a weight that has none.
+    ///
+    /// # Errors
+    /// As [`AdapterSpec::specs`]; a name that is taken.
+    pub fn adapters_of(&mut self, weight: ParamId) -> Result<(f64, f32, Vec<Adapter>)> {
+        let Some(adapters) = self.adapters.clone() else { return Ok((1.0, 0.0, Vec::new())) };
+        let weight = self.spec(weight).clone();
+        let around = std::mem::replace(&mut self.freezing, false);
+        let declared = adapters.of(&weight.name).iter().map(|of| {
+            let [a, b] = of.specs(&weight, adapters.rank)?;
+            let matrix = of.matrix.map(|_| of.numbered(&weight)).transpose()?;
+            let a = if self.find(&a.name).is_some() { self.enter(a)? } else { self.declare_spec(a)? };
+            Ok(Adapter { a, b: self.declare_spec(b)?, name: of.b.clone(), matrix })
+        });
+        let declared: Result<_> = declared.collect();
+        self.freezing = around;
+        Ok((adapters.scale, adapters.dropout, declared?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use meshwork_core::Axis;
+
+    fn weight(dims: &[usize], cut: usize, matrices: Matrices) -> ParamSpec {
+        let mut all = Declarations::new();
+        let (placement, group) = (Placement::replicated().shard(Axis::Tp, cut), ParamGroup::hidden(matrices));
+        let id = all.declare_in("w", dims, placement, Role::Weight, Init::Zeros, group).unwrap();
+        all.spec(id).clone()
+    }
+
+    fn adapter(matrix: Option<usize>) -> AdapterSpec {
+        AdapterSpec { a: "a".to_owned(), b: "b".to_owned(), matrix }
+    }
+
+    #[test]
+    fn a_is_cut_as_the_inputs_and_b_as_the_outputs() {
+        let shown = |weight: &ParamSpec, matrix| {
+            let [a, b] = adapter(matrix).specs(weight, 4).unwrap();
+            [a, b].map(|spec| format!("{:?} {}", spec.dims, spec.placement))
+        };
+        let qkv = weight(&[3, 4, 8, 32], 1, Matrices::new(1, 1));
+        assert_eq!(shown(&qkv, None), ["[4, 32] replicated", "[3, 4, 8, 4] Shard(1) on tp"]);
+        assert_eq!(shown(&qkv, Some(2)), ["[4, 32] replicated", "[4, 8, 4] Shard(0) on tp"]);
+        let gate_up = weight(&[64, 2, 32], 0, Matrices::new(0, 1).interleaved(1));
+        assert_eq!(shown(&gate_up, Some(1)), ["[4, 32] replicated", "[64, 4] Shard(0) on tp"]);
+        let out = weight(&[32, 4, 8], 1, Matrices::new(0, 2));
+        assert_eq!(shown(&out, None), ["[4, 4, 8] Shard(1) on tp", "[32, 4] replicated"]);
+        // One in √(4 · 8) of the inputs, as PyTorch's kaiming_uniform_ with a = √5.
+        assert_eq!(adapter(None).specs(&out, 4).unwrap()[0].init, Init::Uniform { bound: 1.0 / 32f32.sqrt() });
+    }
+
+    #[test]
+    fn what_has_no_adapter_is_refused_with_what_is_valid() {
+        let refused = |weight: &ParamSpec, matrix, rank| adapter(matrix).specs(weight, rank).unwrap_err().to_string();
+        let out = weight(&[32, 4, 8], 1, Matrices::new(0, 2));
+        let error = refused(&out, None, 33);
+        assert!(error.contains("a rank of 33") && error.contains("use a rank of 1 to 32"), "{error}");
+        let error = refused(&out, Some(0), 4);
+        assert!(error.contains("holds no matrix 0"), "{error}");
+        let experts = weight(&[8, 64, 32], 0, Matrices::new(1, 1));
+        let error = refused(&experts, Some(1), 4);
+        assert!(error.contains("the mesh shares out its matrices"), "{error}");
+        let table = ParamSpec { group: ParamGroup::for_role(Role::Weight), ..out };
+        let error = refused(&table, None, 4);
+        assert!(error.contains("name weights of linear layers"), "{error}");
+    }
+
+    /// Keys and values of 2 outputs each, of 3 inputs; and gate and up, whose outputs take turns.
+    #[test]
+    fn a_product_is_added_to_the_rows_of_its_matrix() {
+        let of = Adapters { rank: 1, scale: 2.0, ..Adapters::default() };
+        let merged = |cut: usize, matrices, matrix| {
+            let (weight, mut values) = (weight(&[2, 2, 3], cut, matrices), vec![0.0; 12]);
+            adapter(matrix).merge(&weight, &of, [&[1.0, 2.0, 3.0], &[1.0, 10.0]], &mut values).unwrap();
+            values
+        };
+        let behind = merged(1, Matrices::new(1, 1), Some(1));
+        assert_eq!(behind, [0., 0., 0., 0., 0., 0., 2., 4., 6., 20., 40., 60.]);
+        let between = merged(0, Matrices::new(0, 1).interleaved(1), Some(1));
+        assert_eq!(between, [0., 0., 0., 2., 4., 6., 0., 0., 0., 20., 40., 60.]);
+    }
+
+    #[test]
+    fn only_adapters_are_trained() {
+        let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);
+        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, dropout: 0.0, of });
+        let mut all = Declarations::new();
+        let group = ParamGroup::hidden(Matrices::new(0, 1));
+        all.adapting(&adapters, |all| {
+            let id = all.declare_in("w", &[4, 8], Placement::replicated(), Role::Weight, Init::Zeros, group)?;
+            all.adapters_of(id).map(drop)
+        })
+        .unwrap();
+        let frozen: Vec<_> = all.specs().iter().map(|spec| (&*spec.name, spec.group.frozen)).collect();
+        assert_eq!(frozen, [("w", true), ("a", false), ("b", false)]);
+    }
+}

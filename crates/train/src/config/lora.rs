@@ -1,0 +1,124 @@
+//! `[lora]`: adapters beside the frozen weights of the model, as PEFT describes them. `lora.init_from` is a folder of
+//! PEFT, whose settings become the defaults of the section.
+
+use super::Config;
+use super::fault::Fault;
+use super::pretrained::same;
+use super::sections::Lora as Section;
+use super::settings::Settings;
+use super::words::{LoraExport, ModelKind};
+use meshwork_models::huggingface::{Error, Lora, Pretrained};
+use meshwork_tensor::param::Adapters;
+use std::path::Path;
+use std::sync::Arc;
+use toml::Value;
+
+const INIT_FROM: &str = "lora.init_from";
+const TARGETS: &str = "lora.targets";
+const RANK: &str = "lora.rank";
+const EXPORT: &str = "lora.export";
+
+/// Takes the settings of the adapter in the folder, if one is given. One that the user gave too must be the same, but
+/// for the dropout, which the weights do not fix.
+pub(crate) fn derive(settings: &mut Settings) {
+    let Some(folder) = settings.given::<String>(INIT_FROM) else { return };
+    let lora = match Lora::open(Path::new(&folder)) {
+        Ok((lora, _)) => lora,
+        Err(error) => {
+            let valid = "use a folder of PEFT with adapter_config.json and adapter_model.safetensors";
+            return settings.fault(INIT_FROM, folder, error.to_string(), valid);
+        }
+    };
+    let values: [(&str, Value); 5] = [
+        (RANK, i64::try_from(lora.rank).unwrap_or(i64::MAX).into()),
+        ("lora.alpha", lora.alpha.into()),
+        ("lora.rslora", lora.rslora.into()),
+        (TARGETS, lora.targets.join(",").into()),
+        ("lora.dropout", f64::from(lora.dropout).into()),
+    ];
+    for (key, value) in values {
+        match settings.given::<Value>(key).filter(|given| !same(given, &value) && key != "lora.dropout") {
+            Some(given) => {
+                let problem = format!("the adapter in {folder} has {value}");
+                settings.fault(key, given, problem, format!("use {value}, or leave the key out"));
+            }
+            None => settings.derive(key, &[INIT_FROM], value),
+        }
+    }
+}
+
+/// Adds the faults of adapters that the model cannot have, or that have nothing to belong to.
+pub(crate) fn check(config: &Config, settings: &mut Settings) {
+    let (lora, base) = (&config.lora, &config.model.init_from);
+    if let (Some(folder), None) = (&lora.init_from, base) {
+        let problem = "there is no model that the adapter belongs to";
+        settings.faults.push(Fault::new(INIT_FROM, folder, problem, "set model.init_from to the folder of its model"));
+    }
+    if lora.rank == 0 {
+        return;
+    }
+    let is_adapter = lora.export == LoraExport::Adapter;
+    settings.require(&[EXPORT, RANK], !is_adapter || base.is_some() || config.checkpoint.export.is_none(), || {
+        let problem = "an adapter belongs to the weights of a model, and there is no model.init_from";
+        Fault::new(EXPORT, "adapter", problem, "use merged, or set model.init_from")
+    });
+    settings.require(&[RANK, "model.freeze"], config.model.freeze.is_empty(), || {
+        let problem = "all of the model is frozen beside its adapters (lora.rank)";
+        Fault::new("model.freeze", &config.model.freeze, problem, "leave it out")
+    });
+    let of_gpt2 = config.model.kind == ModelKind::Gpt2 && config.moe.num_experts > 0;
+    settings.require(&[RANK, "model.kind", "moe.num_experts"], !of_gpt2, || {
+        let problem = "a GPT-2 with experts has no form in PEFT, by whose names targets are known";
+        Fault::new(RANK, lora.rank, problem, "use 0, or model.kind = \"llama\"")
+    });
+    let sizes = ["model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.ffn_hidden_size", "model.kind"];
+    if of_gpt2 || !settings.sound(&sizes) || !settings.sound(&[RANK, TARGETS]) {
+        return;
+    }
+    match config.try_adapters() {
+        Err(Error::Lora { problem, valid }) => settings.fault(TARGETS, &lora.targets, problem, valid),
+        Err(Error::Model(meshwork_tensor::Error::Declaration { name, problem, valid })) => {
+            settings.fault(RANK, lora.rank, format!("{name}: {problem}"), valid);
+        }
+        _ => {} // sizes that no model has are faults of their own
+    }
+}
+
+/// The fault of an adapter that was trained on other weights than those of `model.init_from`. Reads all of them.
+pub(crate) fn fault_of_base(config: &Config) -> Option<Fault> {
+    let (folder, base) = (config.lora.init_from.as_deref()?, config.model.init_from.as_deref()?);
+    let (_, trained_on) = Lora::open(Path::new(folder)).ok()?;
+    let (trained_on, is) = (trained_on?, Pretrained::open(Path::new(base)).and_then(|base| base.hash()));
+    let problem = match is {
+        Ok(is) if is == trained_on => return None,
+        Ok(is) => format!("was trained on weights of the hash {trained_on}, and those of {base} have {is}"),
+        Err(error) => error.to_string(),
+    };
+    Some(Fault::new(INIT_FROM, folder, problem, "use the model that the adapter was trained on in model.init_from"))
+}
+
+impl Section {
+    /// The adapters as PEFT describes them; `None` without a rank.
+    pub(crate) fn described(&self) -> Option<Lora> {
+        let targets = self.targets.split(',').map(str::trim).filter(|target| !target.is_empty()).map(str::to_owned);
+        (self.rank > 0).then(|| Lora {
+            rank: self.rank,
+            alpha: self.alpha,
+            rslora: self.rslora,
+            dropout: self.dropout as f32,
+            targets: targets.collect(),
+        })
+    }
+}
+
+impl Config {
+    /// The adapters of the model, if it has some.
+    #[must_use]
+    pub fn adapters(&self) -> Option<Arc<Adapters>> {
+        self.try_adapters().ok().flatten().map(Arc::new) // checked
+    }
+
+    fn try_adapters(&self) -> Result<Option<Adapters>, Error> {
+        self.lora.described().map(|lora| self.architecture().adapters(&lora)).transpose()
+    }
+}

@@ -1,0 +1,325 @@
+//! `[lora]`: adapters of PEFT go in, train as in PyTorch with `peft`, and come out, alone or merged, on any mesh.
+//! `crates/models/tests/fixtures/make_lora_fixtures.py` says what was recorded.
+
+use meshwork_models::huggingface::{Lora, PretrainedAdapter};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_train::config::{Args, Config};
+use meshwork_train::{Data, load, train};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use tempfile::TempDir;
+
+const SEQ: usize = 12;
+/// Adapters in the fixtures: each matrix of a fused weight has its own, or all have one; one matrix is two weights
+/// here.
+const NAMES: [&str; 4] = ["llama_scaled", "gpt2", "phi3", "gpt_neox"];
+/// The optimizer of the fixtures.
+const ADAMW: &str = "--set optimizer.lr=0.005 --set optimizer.beta2=0.95 --set optimizer.weight_decay=0.1 --set training.max_norm=0 \
+                     --set training.global_batch_size=2 --set training.steps=20 --set metrics.sample_tokens=0";
+
+fn fixture(kind: &str, name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures").join(kind).join(name)
+}
+
+fn line(name: &str, more: &str) -> String {
+    format!("--set model.init_from={} {more}", fixture("huggingface", name).display())
+}
+
+fn parse(line: &str) -> Result<Config, String> {
+    Config::from_args(&Args::parse(line.split_whitespace())).map_err(|error| error.to_string())
+}
+
+/// Goes on from the adapter of a fixture.
+fn from_adapter(name: &str, more: &str) -> Config {
+    let adapter = fixture("lora", name);
+    let line = line(name, &format!("--set lora.init_from={} {ADAMW} {more}", adapter.display()));
+    parse(&line).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+struct Recorded(Value);
+
+impl Recorded {
+    fn of(name: &str) -> Self {
+        let path = fixture("lora", name).join("training.json");
+        Self(serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap())
+    }
+
+    fn data(&self) -> Data {
+        let tokens = self.0["tokens"].as_array().unwrap().iter().map(|id| id.as_i64().unwrap() as i32);
+        Data::from_tokens(tokens.collect(), SEQ)
+    }
+
+    fn losses(&self) -> Vec<f64> {
+        self.0["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    }
+
+    /// The adapter after the last step, by the names of its tensors.
+    fn end(&self) -> BTreeMap<String, Vec<f64>> {
+        serde_json::from_value(self.0["end"].clone()).unwrap()
+    }
+}
+
+/// The losses of a run's steps.
+fn run(config: &Config, data: &Data) -> Vec<f64> {
+    let metrics = tempfile::NamedTempFile::new().unwrap();
+    train(config, data, Some(metrics.path()), &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
+    let text = std::fs::read_to_string(metrics.path()).unwrap();
+    let events = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    events.filter(|event| event["event"] == "step").map(|event| event["loss"].as_f64().unwrap()).collect()
+}
+
+/// All tensors of a file of safetensors, in f32.
+fn tensors(path: &Path) -> BTreeMap<String, Vec<f32>> {
+    let bytes = std::fs::read(path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let entries: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..header]).unwrap();
+    let values = |entry: &Value| {
+        assert_eq!(entry["dtype"], "F32");
+        let [from, to] = [0, 1].map(|at| header + entry["data_offsets"][at].as_u64().unwrap() as usize);
+        bytes[from..to].chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    };
+    let tensors = entries.iter().filter(|(name, _)| *name != "__metadata__");
+    tensors.map(|(name, entry)| (name.clone(), values(entry))).collect()
+}
+
+/// 20 steps of AdamW on the same batches, on one rank and on meshes; then the tensors that `peft` has at the end.
+#[test]
+fn an_adapter_of_peft_trains_as_in_pytorch() {
+    for name in NAMES {
+        let recorded = Recorded::of(name);
+        for mesh in ["dp=1", "dp=2,tp=2", "tp=2,pp=2 --set parallelism.sequence_parallel=true"] {
+            let folder = tempfile::tempdir().unwrap();
+            let out = folder.path().join("adapter");
+            let export = format!("--set checkpoint.export={} --set lora.export=adapter", out.display());
+            let losses = run(&from_adapter(name, &format!("--mesh {mesh} {export}")), &recorded.data());
+            for (step, (got, wanted)) in losses.iter().zip(recorded.losses()).enumerate() {
+                let off = (got - wanted).abs() / wanted;
+                assert!(
+                    off <= 1e-6,
+                    "{name} on {mesh}: loss of step {step} is {got}, in PyTorch {wanted}: {off:e} off"
+                );
+            }
+            assert_eq!(losses.len(), 20);
+            let (got, wanted) = (tensors(&out.join("adapter_model.safetensors")), recorded.end());
+            assert!(got.keys().eq(wanted.keys()), "{name}: {:?}", got.keys());
+            for (tensor, wanted) in wanted {
+                let off = got[&tensor].iter().zip(&wanted).map(|(got, wanted)| (f64::from(*got) - wanted).abs());
+                let off = off.fold(0.0, f64::max);
+                assert!(off <= 2e-5, "{name} on {mesh}: {tensor} is {off:e} off");
+            }
+        }
+    }
+}
+
+/// An adapter goes in and out unchanged, and its merged model computes the same.
+#[test]
+fn a_merged_model_has_the_losses_of_the_adapted_one() {
+    for name in NAMES {
+        let (folder, data) = (tempfile::tempdir().unwrap(), Recorded::of(name).data());
+        let [adapter, merged] = ["adapter", "merged"].map(|name| folder.path().join(name));
+        let still = "--set optimizer.lr=1e-30 --set optimizer.weight_decay=0 --set training.steps=1";
+        let export = |out: &Path, what: &str| {
+            let more =
+                format!("--mesh tp=2 {still} --set checkpoint.export={} --set lora.export={what}", out.display());
+            run(&from_adapter(name, &more), &data)[0]
+        };
+        let loss = export(&adapter, "adapter");
+        assert_eq!(export(&merged, "merged"), loss);
+        let came = tensors(&fixture("lora", name).join("adapter_model.safetensors"));
+        assert_eq!(tensors(&adapter.join("adapter_model.safetensors")), came, "{name}");
+        let plain = format!("--set model.init_from={} --mesh tp=2 {ADAMW} {still}", merged.display());
+        let again = run(&parse(&plain).unwrap(), &data)[0];
+        assert!((again - loss).abs() <= 1e-6 * loss, "{name}: {again} merged, {loss} adapted");
+        let base = run(&parse(&line(name, &format!("--mesh tp=2 {ADAMW} {still}"))).unwrap(), &data)[0];
+        assert!((base - loss).abs() > 1e-3 * loss, "{name}: the adapter changes nothing");
+    }
+}
+
+/// Trains a new adapter for some steps, and exports it.
+fn trained(name: &str, mesh: &str, more: &str) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("adapter");
+    let export = format!("--set checkpoint.export={} --set lora.export=adapter", out.display());
+    let line = line(name, &format!("{ADAMW} --set training.steps=3 --set lora.rank=2 {export} --mesh {mesh} {more}"));
+    run(&parse(&line).unwrap_or_else(|error| panic!("{error}")), &Recorded::of("gpt2").data());
+    (folder, out)
+}
+
+/// mcore-bridge #173: with sequence parallelism each rank of tp trained its own copy of the whole factor, on its slice
+/// of the sequence, and one of them was exported. Here the gradient of such a read is Partial, and is summed.
+#[test]
+fn the_whole_factor_of_an_adapter_is_one_with_sequence_parallelism() {
+    for numerics in ["fast", "canonical"] {
+        let more = format!("--set training.numerics={numerics}");
+        let (_one, one) = trained("llama_scaled", "dp=1", &more);
+        let wanted = tensors(&one.join("adapter_model.safetensors"));
+        let (_cut, cut) =
+            trained("llama_scaled", "tp=2,pp=2", &format!("{more} --set parallelism.sequence_parallel=true"));
+        let got = tensors(&cut.join("adapter_model.safetensors"));
+        for (name, wanted) in wanted {
+            assert!(wanted.iter().any(|&value| value != 0.0), "{name} is not trained");
+            let off = got[&name].iter().zip(&wanted).map(|(got, wanted)| (got - wanted).abs()).fold(0.0, f32::max);
+            assert!(off <= if numerics == "fast" { 1e-5 } else { 0.0 }, "{numerics}: {name} is {off:e} off");
+        }
+    }
+}
+
+/// Megatron-Bridge #5634, #5635 and #5229: adapters of experts computed other numbers, or were summed over the wrong
+/// ranks, where experts are cut over other axes than the layers around them. Here they are refused, whatever the mesh.
+#[test]
+fn adapters_of_experts_are_refused() {
+    for (name, target, valid) in [
+        ("mixtral", "w1", "q_proj, k_proj, v_proj, o_proj"),
+        ("qwen3_moe", "experts.0.gate_proj", "q_proj, k_proj, v_proj, o_proj"),
+    ] {
+        for mesh in ["dp=1", "dp=2,tp=2,ep=2", "tp=2 --set parallelism.expert_tensor_parallel=2"] {
+            let refused = parse(&line(name, &format!("--mesh {mesh} --set lora.rank=2 --set lora.targets={target}")));
+            let refused = refused.unwrap_err();
+            let told = format!(
+                "lora.targets = {target}: {target} names matrices of experts, which take no adapter; use some of "
+            );
+            assert!(refused.contains(&told) && refused.contains(valid), "{name} on {mesh}: {refused}");
+        }
+    }
+    // Those of the layers around them are right.
+    let (_one, one) = trained("mixtral", "dp=1", "--set training.numerics=canonical");
+    let (_cut, cut) = trained("mixtral", "dp=2,tp=2,ep=2", "--set training.numerics=canonical");
+    let [one, cut] = [one, cut].map(|out| tensors(&out.join("adapter_model.safetensors")));
+    assert_eq!(one, cut);
+    assert!(one.keys().all(|name| name.contains("self_attn")), "{:?}", one.keys());
+}
+
+#[test]
+fn what_a_model_has_no_adapter_for_is_refused_with_what_is_valid() {
+    let modules =
+        "use some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, with commas, or all-linear";
+    for (more, told) in [
+        (
+            "--set lora.targets=c_attn",
+            &*format!("lora.targets = c_attn: c_attn names no linear layer of the blocks; {modules}"),
+        ),
+        ("--set lora.targets=q_proj,lm_head", "lm_head names no linear layer of the blocks"),
+        ("--set lora.targets=,", "lora.targets = ,: there are no targets"),
+        (
+            "--set lora.rank=17",
+            "a rank of 17 is none of a matrix of [4, 4] outputs and [16] inputs; use a rank of 1 to 16",
+        ),
+        ("--set model.freeze=embedding", "model.freeze = embedding: all of the model is frozen beside its adapters"),
+    ] {
+        let refused = parse(&line("llama_scaled", &format!("--set lora.rank=2 {more}"))).unwrap_err();
+        assert!(refused.contains(told), "{more}: {refused}");
+    }
+    let adapter = fixture("lora", "llama_scaled");
+    for (line, told) in [
+        (format!("--set lora.init_from={}", adapter.display()), "there is no model that the adapter belongs to"),
+        (line("llama_scaled", "--set lora.init_from=absent"), "lora.init_from = absent: absent/adapter_config.json: "),
+        (
+            line("llama_scaled", &format!("--set lora.init_from={} --set lora.rank=8", adapter.display())),
+            "lora.rank = 8: the adapter in ",
+        ),
+        (
+            "--set lora.rank=2 --set checkpoint.export=out --set lora.export=adapter".to_owned(),
+            "an adapter belongs to the weights of a model, and there is no model.init_from",
+        ),
+    ] {
+        let refused = parse(&line).unwrap_err();
+        assert!(refused.contains(told), "{refused}");
+    }
+}
+
+/// The hash of the base is in the folder of an adapter: of another base it is refused before the first step.
+#[test]
+fn an_adapter_of_another_base_is_refused() {
+    let (_folder, adapter) = trained("llama_scaled", "dp=1", "");
+    let ids = adapter.parent().unwrap().join("ids.bin");
+    std::fs::write(&ids, [3, 0].repeat(400)).unwrap();
+    let on = |base: &Path| {
+        let [base, adapter, ids] = [base, &adapter, &ids].map(|path| path.display());
+        let data = format!("--data {ids} --set data.token_type=u16 {ADAMW}");
+        let line = format!("--set model.init_from={base} --set lora.init_from={adapter} {data}");
+        load(&Args::parse(line.split_whitespace())).map(drop).map_err(|error| error.to_string())
+    };
+    let own = fixture("huggingface", "llama_scaled");
+    assert_eq!(on(&own), Ok(()));
+    // One bit of one weight.
+    let other = adapter.parent().unwrap().join("other");
+    std::fs::create_dir(&other).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        let mut bytes = std::fs::read(own.join(file)).unwrap();
+        if file == "model.safetensors" {
+            *bytes.last_mut().unwrap() ^= 1;
+        }
+        std::fs::write(other.join(file), bytes).unwrap();
+    }
+    let refused = on(&other).unwrap_err();
+    assert!(refused.contains("was trained on weights of the hash "), "{refused}");
+    assert!(refused.contains("use the model that the adapter was trained on in model.init_from"), "{refused}");
+}
+
+/// A file of PEFT is read slice by slice: queries, keys and values of a GPT-2 from one B.
+#[test]
+fn slices_of_a_file_are_those_of_whole_tensors() {
+    for name in NAMES {
+        let config = from_adapter(name, "");
+        let (of, lora) = (config.architecture(), config.lora.clone());
+        let described = Lora::open(&fixture("lora", name)).unwrap().0;
+        assert_eq!((described.rank, described.rslora), (lora.rank, lora.rslora));
+        let opened = PretrainedAdapter::open(&fixture("lora", name), &of, &described).unwrap();
+        let whole: f64 = tensors(&fixture("lora", name).join("adapter_model.safetensors"))
+            .values()
+            .flatten()
+            .map(|&value| f64::from(value).powi(2))
+            .sum();
+        let adapters = of.adapters(&described).unwrap();
+        let (mut read, mut seen) = (0.0, Vec::new());
+        for weight in of.parameters().unwrap() {
+            for adapter in adapters.of(&weight.name) {
+                for spec in adapter.specs(&weight, lora.rank).unwrap() {
+                    if seen.contains(&spec.name) {
+                        continue;
+                    }
+                    let values = opened.read(&spec, &LocalSlice::whole(spec.dims)).unwrap().unwrap();
+                    read += values.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>();
+                    seen.push(spec.name);
+                }
+            }
+        }
+        assert!((read - whole).abs() < 1e-9 * whole, "{name}: each element of the file once");
+    }
+}
+
+/// The real `peft` reads what was exported, and computes what the merged model computes.
+#[test]
+fn peft_reads_an_exported_adapter() {
+    let Some(python) = std::env::var_os("MESHWORK_PEER_PYTHON") else {
+        eprintln!("skipped: set MESHWORK_PEER_PYTHON to a Python that has torch, transformers and peft");
+        return;
+    };
+    for (name, more) in [
+        ("llama_scaled", "--set lora.rslora=true"),
+        ("gpt2", "--set lora.targets=c_attn,mlp.c_proj"),
+        ("phi3", ""),
+        ("gpt_neox", ""),
+        ("qwen3", "--set lora.targets=q_proj,v_proj,down_proj"),
+        ("mixtral", ""),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let [adapter, merged] = ["adapter", "merged"].map(|what| {
+            let out = folder.path().join(what);
+            let mesh = if what == "merged" { "dp=1" } else { "dp=2,tp=2" };
+            let export = format!("--set checkpoint.export={} --set lora.export={what} --mesh {mesh}", out.display());
+            let numbers = "--set training.numerics=canonical --set optimizer.lr=0.1";
+            let line = line(name, &format!("{ADAMW} {numbers} --set lora.rank=2 {export} {more}"));
+            run(&parse(&line).unwrap_or_else(|error| panic!("{error}")), &Recorded::of("gpt2").data());
+            out
+        });
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/check_adapter.py");
+        let base = fixture("huggingface", name);
+        let checked = std::process::Command::new(&python).arg(script).args([base, adapter, merged]).output().unwrap();
+        let said = String::from_utf8_lossy(&checked.stdout);
+        assert!(checked.status.success(), "{name}: {said}{}", String::from_utf8_lossy(&checked.stderr));
+        print!("{name}: {said}");
+    }
+}

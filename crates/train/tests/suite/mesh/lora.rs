@@ -1,0 +1,129 @@
+//! Adapters on any mesh train as on one rank: their gradients, the norm, and the weights after a step; in canonical
+//! numerics with its bits. The adapters begin with random B, because zeros would hide the gradients of A.
+
+use crate::mesh::canonical::{self, CANONICAL, run_config};
+use crate::mesh::cases::{ADAMW, CASES, Case, DROPOUT, LLAMA, PADDED, PADDED_LLAMA, PLAIN, SGD, UNEVEN, UNTIED};
+use crate::mesh::opaque::assert_opaque_as_cpu;
+use crate::mesh::parity::assert_parity;
+use crate::mesh::split_work;
+use crate::mesh::world::{Stepped, on_mesh, step_from, step_of, train};
+use meshwork_tensor::{Init, ParamSpec};
+use meshwork_train::config::Config;
+use meshwork_train::{TrainError, Trainer};
+
+const LORA: &str = "[lora]\nrank = 4\nalpha = 6.0\n";
+
+/// Gives B other values than zeros.
+fn begin(trainer: &mut Trainer) -> Result<(), TrainError> {
+    trainer.load_weights(|spec, slice| {
+        let init = if spec.name.contains("lora_B") { Init::Normal { std: 0.2 } } else { spec.init };
+        Ok::<_, String>(ParamSpec { init, ..spec.clone() }.initial(slice, 9))
+    })
+}
+
+fn step(case: &Case, more: &str) -> Stepped {
+    step_from(&case.to_string(), &case.config(more), &case.model.data(), begin)
+}
+
+#[test]
+fn any_mesh_has_the_gradients_of_one_rank() {
+    let all = format!("{SGD}{LORA}");
+    // One matrix of two of a weight; products behind and in front of the sum over tp.
+    let some = |targets: &str| format!("{all}targets = '{targets}'\nrslora = true\n");
+    for (model, more) in [
+        (&UNEVEN, all.clone()),
+        (&PLAIN, some("attn.c_proj,c_fc")),
+        (&LLAMA, all.clone()),
+        (&LLAMA, some("v_proj,gate_proj,down_proj")),
+        (&DROPOUT, format!("{all}dropout = 0.3\n")),
+    ] {
+        let reference = step(&Case::alone(model), &more);
+        let adapters = |name: &&String| name.contains(".lora_");
+        assert!(reference.gradients.keys().all(|name| adapters(&name)), "{:?}", reference.gradients.keys());
+        assert!(reference.gradients.values().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)) {
+            assert_parity(&format!("{case} {more}"), &step(case, &more), &reference);
+        }
+    }
+}
+
+/// In fast numerics the last ranks hold zeros beyond them.
+#[test]
+fn inner_features_that_tp_does_not_divide() {
+    for (model, like, targets) in [(&PADDED, &UNTIED, "all-linear"), (&PADDED_LLAMA, &LLAMA, "q_proj,down_proj")] {
+        let more = format!("{SGD}{LORA}targets = '{targets}'\n");
+        let reference = step(&Case::alone(model), &more);
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, like) && case.tp > 1) {
+            let case = Case { model, ..*case };
+            assert_parity(&case.to_string(), &step(&case, &more), &reference);
+        }
+    }
+}
+
+/// What the frozen model has none of: gradients, states, and their memory; `--steps 0` knows it.
+#[test]
+fn memory_and_communication_are_predicted() {
+    let more = format!("{ADAMW}{LORA}");
+    for (model, more) in [(&UNEVEN, more.clone()), (&LLAMA, more)] {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(3) {
+            let got = step_of(&case.to_string(), &case.config(&more), &model.data());
+            split_work::assert_as_predicted(case, &more, &got);
+        }
+    }
+}
+
+#[test]
+fn canonical_numerics_have_the_bits_of_one_rank() {
+    for (model, lora) in [(&UNEVEN, LORA), (&LLAMA, LORA), (&DROPOUT, "[lora]\nrank = 3\ndropout = 0.3\n")] {
+        let more = format!("{ADAMW}{CANONICAL}{lora}");
+        let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
+        let alone = run(&Case::alone(model));
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(2) {
+            canonical::assert_same(case, &run(case), &alone);
+        }
+    }
+}
+
+/// With other features that change where weights, gradients, states and activations are.
+#[test]
+fn adapters_go_with_the_other_features() {
+    let case = Case { micros: 2, ..Case::of_1f1b(&LLAMA, (2, 2, 2), true, 2) };
+    let alone = step(&Case::alone(&LLAMA), &format!("{SGD}{LORA}"));
+    for (parallelism, memory) in [
+        ("zero_stage = 1\n", ""),
+        ("zero_stage = 2\n", ""),
+        ("zero_stage = 3\n", "recompute = 'full'\n"),
+        ("cp = 2\ncontext_parallel_method = 'all_gather'\n", ""),
+        ("cp = 2\ncontext_parallel_method = 'ring'\n", "recompute = 'selective'\n"),
+        ("", "sequence_block = 5\n"),
+        ("zero_stage = 2\n", "loss_chunk = 4\nsequence_block = 8\n"),
+    ] {
+        let text = case.text(&format!("{SGD}{LORA}[memory]\n{memory}"));
+        let text = text.replace("[parallelism]\n", &format!("[parallelism]\n{parallelism}"));
+        let name = format!("{parallelism}{memory}");
+        let config = Config::from_toml(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_parity(&name, &step_from(&name, &config, &LLAMA.data(), begin), &alone);
+    }
+}
+
+#[test]
+fn a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
+    for (case, more) in [
+        (Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4), "dropout = 0.1\n"),
+        (Case::of_1f1b(&LLAMA, (1, 4, 2), true, 4), ""),
+        (Case::of_1f1b(&LLAMA, (2, 2, 1), false, 2), "targets = 'v_proj'\n"),
+    ] {
+        let config = case.config(&format!("{ADAMW}{LORA}{more}"));
+        assert_opaque_as_cpu(&format!("{case} {more}"), &config, &case.model.data());
+    }
+}
+
+/// Training starts from the model itself.
+#[test]
+fn an_adapter_that_is_zero_changes_no_number() {
+    let loss = |more: &str| {
+        let (config, data) = (Case::alone(&LLAMA).config(&format!("{ADAMW}{more}")), LLAMA.data());
+        on_mesh(&config, |mut trainer| Ok(train(&mut trainer, &data, &config)?.loss)).swap_remove(0)
+    };
+    assert_eq!(loss(LORA), loss(""));
+}
