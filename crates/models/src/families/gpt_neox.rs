@@ -26,7 +26,7 @@ pub(crate) const FAMILY: Family = Family {
             ..LLAMA
         };
         let of = llama::read(settings, own);
-        (settings.turning(of, share), None)
+        (settings.turning(DecoderConfig { num_kv_heads: of.num_heads, ..of }, share), None)
     },
     write: |of, _| {
         json!({

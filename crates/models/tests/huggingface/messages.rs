@@ -227,6 +227,15 @@ fn two_sets_of_weights_in_a_folder_are_refused() {
     assert!(Pretrained::open(gpt2.path()).is_ok());
 }
 
+/// Another program may have left the key: `transformers` does not read it there, and the one fused matrix has no
+/// groups.
+#[test]
+fn a_gpt_neox_has_no_groups_of_heads() {
+    let folder = copy("gpt_neox");
+    edit(&folder.path().join("config.json"), |config| config["num_key_value_heads"] = json!(2));
+    assert_eq!(Pretrained::open(folder.path()).unwrap().architecture().decoder.num_kv_heads, 4);
+}
+
 /// A family of its own is refused with the families that are supported and the settings that none has; one that is
 /// supported, with each setting that it has in another form.
 #[test]
