@@ -4,7 +4,6 @@
     benches/saving.py                        # preset small, a save after every 10 steps, 12 saves
     benches/saving.py --dir DIR -- --mesh dp=2    # saves in DIR, whose disk counts; more arguments of gpt_train
     benches/saving.py --memory               # snapshots in memory instead (checkpoint.peer_every), of two processes of Open MPI
-    benches/saving.py --peer                 # PyTorch's asynchronous checkpoints instead, of two processes over gloo
     benches/saving.py --self-test            # a tiny model and two saves: for .ci/run
 
 A save begins after a step. It copies the state, which delays the next step, and writes while further steps run. The steps from
@@ -21,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 from harness import programs
@@ -68,18 +66,6 @@ def run(command, memory, dir, saves, more):
     return step_ms, {step: seconds for step, seconds in found.items() if EVERY < step < steps}
 
 
-def run_peer(jobs, dir, saves):
-    """The same of PyTorch: DDP over two processes, and `torch.distributed.checkpoint.async_save`."""
-    small = tomllib.loads((Path(__file__).parent / "rows.toml").read_text())["sizes"]["small"]
-    steps = (saves + 2) * EVERY
-    command = jobs.command(f"mesh.py --dp 2 --save {dir}", small | {"steps": steps, "warmup": 0})
-    argv = [str(word) for word in command.argv]
-    out = lifetime.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | command.environment).stdout
-    events = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    step_ms = {event["step"]: event["seconds"] * 1e3 for event in events if event.get("step", 0) > EVERY}
-    return step_ms, {event["saved"]: event["in"] for event in events if EVERY < event.get("saved", 0) < steps}
-
-
 def check_arithmetic():
     """`compared` on made-up steps of 10 ms, with a save of no measurable time after step 20 and one of 25 ms after step 30."""
     step_ms = dict.fromkeys(range(11, 41), 10.0) | {21: 12.0, 31: 15.0, 32: 11.0}
@@ -93,11 +79,10 @@ def main():
     parse.add_argument("--saves", type=int, default=12, help="saves that are measured (12)")
     parse.add_argument("--dir", type=Path, help="where checkpoints are written (the system's place for temporary files)")
     parse.add_argument("--memory", action="store_true", help="snapshots in the memory of processes")
-    parse.add_argument("--peer", action="store_true", help="PyTorch's asynchronous checkpoints")
     parse.add_argument("--self-test", action="store_true", help="the smallest run")
     parse.add_argument("more", nargs="*", help="arguments of gpt_train, after --")
     args = parse.parse_args()
-    jobs = programs.Programs(2, programs.peer_python() if args.peer else None)
+    jobs = programs.Programs(2)
     command = programs.Command([jobs.build("gpt_train")])
     more = ["--set", "model.preset=small", *args.more]
     if args.memory:
@@ -106,7 +91,7 @@ def main():
         check_arithmetic()
         args.saves, more = 2, "--set model.hidden_size=16 --set model.num_layers=1 --set model.seq_len=16".split()
     with tempfile.TemporaryDirectory(prefix="meshwork-saving-", dir=args.dir) as dir:
-        step_ms, saves = run_peer(jobs, dir, args.saves) if args.peer else run(command, args.memory, dir, args.saves, more)
+        step_ms, saves = run(command, args.memory, dir, args.saves, more)
     rows = compared(step_ms, saves)
     if len(saves) != args.saves or not rows:
         sys.exit(f"error: {len(saves)} saves and not {args.saves}, {len(rows)} of them with steps beside them: save less often")

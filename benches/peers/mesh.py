@@ -3,19 +3,13 @@
 What the libraries leave to their user is done here by hand: weights are tied again after `parallelize_module`; the
 gradients of a tied weight on two pipeline stages are added; the norm for clipping spans stages, and plain tensors beside
 DTensors.
-
-`--save DIR`: asynchronous checkpoints of weights and optimizer in DIR, one after every tenth step. What a save holds up
-counts as time of the next step; a line says how long it took until all was written.
 """
 
 import contextlib
-import json
 import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -89,7 +83,7 @@ def clip(model, pp_group):
 
 
 def main():
-    args, work = program.arguments(dp=1, tp=1, pp=1, fsdp=False, sequence=False, micros=4, partition="", save="")
+    args, work = program.arguments(dp=1, tp=1, pp=1, fsdp=False, sequence=False, micros=4, partition="")
     gpt.relaunch(args.dp * args.tp * args.pp)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -127,15 +121,6 @@ def main():
             dist.all_reduce(tied.to_local() if isinstance(tied, DTensor) else tied, group=pp_group)
         return sum(whole(loss.detach()) for loss in losses) / max(len(losses), 1)
 
-    def save(step):
-        """Begins to save; its seconds so far, and what tells of its end."""
-        begun = time.perf_counter()
-        weights, states = get_state_dict(model, optimizer)
-        saved = checkpoint.async_save({"model": weights, "optimizer": states}, checkpoint_id=f"{args.save}/{step}")
-        saved.add_done_callback(lambda _: dist.get_rank() or print(json.dumps({"saved": step, "in": time.perf_counter() - begun}), flush=True))
-        return time.perf_counter() - begun, saved
-
-    late, saved = 0.0, None
     for step in range(work.steps):
         x, y = (part[rows] for part in batches.get(step))
         dist.barrier()
@@ -146,17 +131,11 @@ def main():
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         dist.barrier()
-        seconds, late = time.perf_counter() - start + late, 0.0
+        seconds = time.perf_counter() - start
         shown = torch.tensor([float(loss) / (args.dp * args.tp)])
         dist.all_reduce(shown)
         if dist.get_rank() == 0:
             program.report(step, seconds, shown.item())
-        if args.save and (step + 1) % 10 == 0:
-            if saved:
-                saved.result()  # one at a time
-            late, saved = save(step + 1)
-    if saved:
-        saved.result()
     dist.barrier()
     dist.destroy_process_group()
 
