@@ -25,6 +25,7 @@ fn every_line_has_every_field() {
     let config = &start["config"];
     let sections = [
         "model",
+        "lora",
         "parallelism",
         "moe",
         "pipeline",

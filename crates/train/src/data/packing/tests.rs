@@ -39,6 +39,13 @@ fn best_fit_takes_the_fullest_row_with_room() {
     assert!(packed.told.ends_with("100.0% full (one behind the other: 4 rows)"), "{}", packed.told);
 }
 
+/// In the order of the file the two short ones would share a row, and the long ones lie alone.
+#[test]
+fn the_longest_examples_are_placed_first() {
+    let packed = pack(&examples(&[3, 3, 5, 5]), 8, 0.0, Overlong::Truncate).unwrap();
+    assert!(packed.told.ends_with("in 2 rows of 8, 100.0% full (one behind the other: 3 rows)"), "{}", packed.told);
+}
+
 /// Whatever the lengths: each example once, in one row, and no fewer rows than tokens need.
 #[test]
 fn every_example_is_packed_once() {
