@@ -138,8 +138,8 @@ fn unknown_keys_hear_of_the_nearest() {
         "steps = 3: unknown key; the nearest is training.steps\n\
          training.stepz = 5: unknown key; the nearest is training.steps\n\
          modle.num_heads = 4: unknown key; the nearest is model.num_heads\n\
-         [empty]: unknown section; the nearest is memory; use one of model, parallelism, moe, pipeline, training, optimizer, \
-         lr_scheduler, data, validation, memory, checkpoint, metrics, comm, cuda, compress, numerics"
+         [empty]: unknown section; the nearest is memory; use one of model, lora, parallelism, moe, pipeline, training, \
+         optimizer, lr_scheduler, data, validation, memory, checkpoint, metrics, comm, cuda, compress, numerics"
     );
 }
 

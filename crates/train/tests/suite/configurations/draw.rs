@@ -602,6 +602,13 @@ impl Frame {
                 _ => rarely(rng, 8).then(|| "false".to_owned()),
             },
             "pipeline.scatter_gather" => one_of(rng, &["true", "false"]),
+            // sft.rs has runs on examples; what is for them alone changes nothing here.
+            "training.objective" => one_of(rng, &["pretrain"]),
+            "data.chat_template" => rarely(rng, 20).then(|| path("chat.jinja")),
+            "data.date" => one_of(rng, &["2026-01-31"]),
+            "data.overlong" => one_of(rng, &["truncate", "skip"]),
+            // More validations than a run has.
+            "training.patience" => one_of(rng, &["0", "9"]),
             "training.steps" => {
                 some(&rng.pick(&["2", "2", "2", "3", "0"])).filter(|_| !rarely(rng, 10) || self.profile)
             }
@@ -757,6 +764,7 @@ impl Frame {
             "checkpoint.dir" => {
                 rarely(rng, 4).then(|| path(&format!("saves/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
+            "checkpoint.best" => one_of(rng, &["true", "false"]),
             "checkpoint.every" => one_of(rng, &["0", "1", "2"]),
             "checkpoint.keep" => one_of(rng, &["1", "3"]),
             "checkpoint.resume" => match rng.below(20) {
