@@ -56,7 +56,7 @@ fn asked() -> Option<usize> {
 pub fn share_cores(busy: &'static AtomicUsize) {
     let pool = Pool::of_process();
     if asked().is_none() && pool.shared.set(busy).is_ok() {
-        busy.fetch_add(pool.busy.load(Ordering::Relaxed), Ordering::Relaxed);
+        busy.fetch_add(pool.own.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 
@@ -180,9 +180,10 @@ struct Pool {
     work: Condvar,
     /// Wakes owners.
     out: Condvar,
-    /// Threads that compute: ranks that do not wait, and workers in a job.
-    busy: AtomicUsize,
-    /// The same of all processes that use the same cores, if they count together.
+    /// Threads of this process that compute, unless processes count together: ranks that do not wait, and workers in a
+    /// job. Read by [`Pool::busy`].
+    own: AtomicUsize,
+    /// The same of all processes that use the same cores.
     shared: OnceLock<&'static AtomicUsize>,
     /// Length of `State::jobs`, readable without the lock.
     listed: AtomicUsize,
@@ -201,7 +202,7 @@ impl Pool {
             state: Mutex::default(),
             work: Condvar::new(),
             out: Condvar::new(),
-            busy: AtomicUsize::new(0),
+            own: AtomicUsize::new(0),
             shared: OnceLock::new(),
             listed: AtomicUsize::new(0),
         }));
@@ -242,7 +243,7 @@ impl Pool {
         struct Back<'a>(&'a Pool);
         impl Drop for Back<'_> {
             fn drop(&mut self) {
-                self.0.busy.fetch_add(1, Ordering::Relaxed);
+                self.0.busy().fetch_add(1, Ordering::Relaxed);
             }
         }
         self.leave();
@@ -250,8 +251,9 @@ impl Pool {
         wait()
     }
 
+    /// Threads that compute on the cores of this process.
     fn busy(&self) -> &AtomicUsize {
-        self.shared.get().copied().unwrap_or(&self.busy)
+        self.shared.get().copied().unwrap_or(&self.own)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -21,7 +21,7 @@ fn every_item_is_done_once_whoever_shares_and_however_often() {
             });
         }
     });
-    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    assert_eq!(pool.busy().load(Ordering::Relaxed), 0);
     assert!(pool.lock().jobs.is_empty());
 }
 
@@ -60,7 +60,7 @@ fn a_waiting_rank_lends_its_core() {
             helped.wait();
         });
     });
-    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    assert_eq!(pool.busy().load(Ordering::Relaxed), 0);
 }
 
 /// Two processes of one rank each, on the same two cores.
@@ -79,13 +79,13 @@ fn a_rank_that_waits_lends_its_core_to_another_process() {
     here.for_each(0..2, |_| {
         meet.wait();
     });
-    assert_eq!((BUSY.load(Ordering::Relaxed), here.busy.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!((BUSY.load(Ordering::Relaxed), here.own.load(Ordering::Relaxed)), (0, 0));
 }
 
 #[test]
 fn nobody_helps_where_no_core_is_free() {
     let pool = Pool::start(2);
-    pool.busy.fetch_add(1, Ordering::Relaxed); // another rank, that never waits
+    pool.busy().fetch_add(1, Ordering::Relaxed); // another rank, that never waits
     for _ in 0..200 {
         let me = thread::current().id();
         pool.for_each(0..50, |_| assert_eq!(thread::current().id(), me));
@@ -113,5 +113,5 @@ fn a_panic_comes_out_where_the_work_was_shared_and_the_pool_goes_on() {
         });
         assert_eq!(sum.into_inner(), 4950);
     }
-    assert_eq!(pool.busy.load(Ordering::Relaxed), 0);
+    assert_eq!(pool.busy().load(Ordering::Relaxed), 0);
 }
