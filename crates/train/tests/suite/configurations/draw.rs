@@ -230,6 +230,12 @@ impl Case {
             let targets = if targets == "nothing" && !rarely(&mut own, 8) { "all-linear".to_owned() } else { targets };
             let keys = [("rank", rank), ("targets", targets)].into_iter().chain(rest);
             case.keys.extend(keys.map(|(key, value)| (format!("lora.{key}"), value)));
+            let more = [
+                ("alpha", one_of(&mut own, &["0.5", "16"])),
+                ("export", one_of(&mut own, &["merged", "adapter"])),
+                ("init_from", rarely(&mut own, 40).then(|| path("texts"))),
+            ];
+            case.keys.extend(more.into_iter().filter_map(|(key, value)| Some((format!("lora.{key}"), value?))));
             if !rarely(&mut own, 8) {
                 case.keys.remove("model.freeze");
             }

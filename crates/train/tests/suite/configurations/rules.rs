@@ -87,6 +87,11 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(case.get("model.freeze").is_some_and(|freeze| !freeze.is_empty()), "all else is frozen");
         rule(!llama && count(case, "moe.num_experts", 0) > 0, "a GPT-2 with experts is unknown to PEFT");
         rule(rank == "2" && ffn == 1, "a rank above the inner features");
+        let of_matrices = matches!(case.get("optimizer.name"), Some("muon" | "adam8bit"));
+        rule(rank == "1" && of_matrices, "adapters of rank 1 are vectors, and the update rule is for matrices");
+        rule(case.get("lora.init_from").is_some(), "no folder of PEFT");
+        let exported = case.get("lora.export") == Some("adapter") && case.get("checkpoint.export").is_some();
+        rule(exported && case.get("model.init_from").is_none(), "an adapter of no model");
     }
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");
