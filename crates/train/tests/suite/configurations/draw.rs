@@ -227,6 +227,9 @@ impl Case {
                 (some(&mut own, &["1", "2", "999"]), some(&mut own, &["all-linear", "all-linear", "nothing"]));
             let rest = [("dropout", some(&mut own, &["0", "0.2"])), ("rslora", some(&mut own, &["true", "false"]))];
             let rank = if rank == "999" && !rarely(&mut own, 8) { "1".to_owned() } else { rank };
+            // Adapters of rank 1 are vectors.
+            let of_matrices = matches!(case.get("optimizer.name"), Some("muon" | "adam8bit"));
+            let rank = if rank == "1" && of_matrices && !rarely(&mut own, 8) { "2".to_owned() } else { rank };
             let targets = if targets == "nothing" && !rarely(&mut own, 8) { "all-linear".to_owned() } else { targets };
             let keys = [("rank", rank), ("targets", targets)].into_iter().chain(rest);
             case.keys.extend(keys.map(|(key, value)| (format!("lora.{key}"), value)));
