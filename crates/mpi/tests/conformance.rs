@@ -114,7 +114,7 @@ fn four_processes() {
 #[test]
 fn four_processes_whose_library_adds_up() {
     let conform = |output: &Output| String::from_utf8_lossy(&output.stdout).matches("it conforms\n").count() == 4;
-    over_each_until("four_processes_whose_library_adds_up", 4, &[STANDARD, OPEN], conform, |mpi| {
+    over_each_until("four_processes_whose_library_adds_up", 4, &[OPEN], conform, |mpi| {
         let runtime = mpi.start(Options { reduction: Reduction::Native, ..options(1) });
         conformance(&Over { runtime: runtime.clone(), programs: 20 });
         println!("it conforms");
