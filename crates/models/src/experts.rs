@@ -28,7 +28,7 @@ pub struct ExpertsConfig {
     pub moe: MoeConfig,
     /// Every so many layers have experts, the last of them first: with 2 layers 1, 3, .. (from 0), as in GShard.
     pub every_n_layers: usize,
-    /// The first layers, of which none has experts.
+    /// Number of layers at the start of the model that are dense: they have no experts.
     pub first_dense_layers: usize,
     /// Shared experts beside the routed ones.
     pub num_shared_experts: usize,

@@ -132,7 +132,8 @@ fn sequences_of_families_that_cp_cuts_have_the_numbers_of_one_rank() {
     }
 }
 
-/// Memory, FLOPs and every communication of each rank; without experts, of which a dry run does not know the tokens.
+/// A dry run predicts memory, FLOPs and every communication of each rank. The models have no experts: a dry run does not
+/// know how many tokens each expert will get.
 #[test]
 fn latent_attention_does_what_a_dry_run_predicts() {
     for (mesh, method, cut) in [

@@ -29,8 +29,9 @@ pub(crate) const FAMILY: Family = Family {
     ..llama::FAMILY
 };
 
-/// Experts with so many by default: routed ones, shared ones, inner features of each, and layers in front without any;
-/// and with groups, each with the score of so many of its best, if they limit the choice.
+/// The settings of experts. `defaults` are the numbers of routed experts, of shared experts, of inner features of each,
+/// and of dense layers at the start. With `best`, routing is limited to groups, scored by that many of their best
+/// experts.
 pub(crate) fn experts(settings: &mut Settings<'_>, defaults: [usize; 4], best: Option<usize>) -> ExpertsConfig {
     settings.only("moe_layer_freq", &[json!(1)]);
     let [routed, shared, width, dense] = defaults;
@@ -50,12 +51,10 @@ pub(crate) fn experts(settings: &mut Settings<'_>, defaults: [usize; 4], best: O
 pub(crate) fn write(experts: Option<&ExpertsConfig>, mut own: Value) -> Value {
     let Some(of) = experts else { return own };
     let moe = of.moe;
-    own["n_routed_experts"] = json!(moe.num_experts);
-    own["num_experts_per_tok"] = json!(moe.top_k);
-    own["norm_topk_prob"] = json!(moe.normalise);
-    own["routed_scaling_factor"] = json!(moe.routed_scaling);
+    (own["n_routed_experts"], own["n_shared_experts"]) = (json!(moe.num_experts), json!(of.num_shared_experts));
+    (own["num_experts_per_tok"], own["norm_topk_prob"]) = (json!(moe.top_k), json!(moe.normalise));
     (own["n_group"], own["topk_group"]) = (json!(moe.groups.groups), json!(moe.groups.top_groups));
-    own["n_shared_experts"] = json!(of.num_shared_experts);
+    own["routed_scaling_factor"] = json!(moe.routed_scaling);
     own["moe_intermediate_size"] = json!(of.expert_hidden_size);
     own["first_k_dense_replace"] = json!(of.first_dense_layers);
     own

@@ -53,7 +53,7 @@ pub(crate) fn parts(block: &Block<'_>) -> Vec<TensorPart> {
     let Some(LatentHeads { query_rank, kv_rank, plain, turning, .. }) = block.decoder.latent else {
         return llama::parts(block);
     };
-    // Of the features that turn, those of one half begin there in a tensor, so many rows apart.
+    // The first row in the tensor of one half of the turning features, and the distance between its rows.
     let of_half = |half: usize| if block.decoder.interleaved { (half, 2) } else { (half * turning / 2, 1) };
     let turned = |half: usize, here: usize, there: usize| {
         let (start, step) = of_half(half);

@@ -123,7 +123,7 @@ impl Settings<'_> {
         inside.or(share).or(of_older).unwrap_or(1.0)
     }
 
-    /// A model of which this share of a head's features turn.
+    /// The model with a rotary embedding of this share of each head's features.
     pub(crate) fn turning(&mut self, of: DecoderConfig, share: f64) -> DecoderConfig {
         let all = of.head_features();
         let features = (all as f64 * share) as usize;
