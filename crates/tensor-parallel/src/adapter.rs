@@ -11,7 +11,6 @@
 //! of the sequence, the gradient is `Partial`, and the reducer sums it.
 
 use crate::Region;
-use meshwork_core::Axis;
 use meshwork_tensor::param::{Adapter, MatrixOf};
 use meshwork_tensor::{Declarations, ParamId, Result, Tape, Tensor, Var};
 
@@ -40,7 +39,7 @@ impl LowRank {
         if !self.is_on(tape) {
             return Ok(y);
         }
-        let within = region_of(tape, region);
+        let within = region.for_whole_weights(tape);
         let x = region.moved(within, x)?; // [b, s, in]
         let delta = |adapter: &Adapter| {
             let inner = self.inner(tape, adapter, &x)?.scale(self.scale)?; // [b, s, rank]
@@ -55,7 +54,7 @@ impl LowRank {
         if !self.is_on(tape) {
             return Ok(y);
         }
-        let within = region_of(tape, region);
+        let within = region.for_whole_weights(tape);
         let delta = |adapter: &Adapter| {
             let inner = within.leave(&self.inner(tape, adapter, x)?)?.scale(self.scale)?; // [b, s, rank], Σ_tp
             within.moved(region, &inner.linear(&tape.param(adapter.b)?, 1)?) // [b, s, out]
@@ -86,10 +85,4 @@ impl LowRank {
         };
         (1..count).try_fold(part(0)?, |all, index| all.concat(&part(index)?, dim))
     }
-}
-
-/// Where the products of an adapter are. In canonical numerics the gradient of a weight is a sum over whole sequences:
-/// there tp does not cut them.
-fn region_of(tape: &Tape, region: Region) -> Region {
-    if tape.reduction_blocks().is_some() { region.with(Axis::Tp, false) } else { region }
 }

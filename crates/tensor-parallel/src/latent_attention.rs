@@ -148,7 +148,8 @@ impl ParallelLatentAttention {
         dropout: f32,
     ) -> Result<Var> {
         let LatentHeads { kv_rank, turning, values, .. } = self.of;
-        let (x, inner) = region.for_whole_weights(normed)?; // [b, s, hidden]
+        let inner = region.for_whole_weights(tape);
+        let x = region.moved(inner, normed)?; // [b, s, hidden]
         let of_q = match &self.of_queries {
             Some(latent) => latent.forward(tape, &x)?.1,
             None => x.clone(),

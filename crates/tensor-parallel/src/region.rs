@@ -1,7 +1,7 @@
 //! The layout of the sequence: which axes cut it, and entering and leaving a tensor-parallel block.
 
 use meshwork_core::{Axes, Axis, Mesh, Ty, Types};
-use meshwork_tensor::{Error, Result, Var};
+use meshwork_tensor::{Error, Result, Tape, Var};
 
 /// The dim of `[batch, seq, hidden]` that is cut.
 const SEQ: usize = 1;
@@ -114,14 +114,10 @@ impl Region {
         }
     }
 
-    /// A value in this region for a layer whose weights are whole on every rank of tp, and the region that it is in
-    /// then. In canonical numerics every rank of tp has the tokens of all, because the gradient of such a weight would
-    /// be a sum over their slices.
-    pub(crate) fn for_whole_weights(self, x: &Var) -> Result<(Var, Self)> {
-        match (x.tape().reduction_blocks(), self.ty(Axis::Tp)) {
-            (Some(_), Ty::Shard(_)) => Ok((x.all_gather_invariant(Axis::Tp, SEQ)?, self.with(Axis::Tp, false))),
-            _ => Ok((x.clone(), self)),
-        }
+    /// Where a layer whose weights are whole on every rank of tp computes: in this region, or in canonical numerics on
+    /// the tokens of all of tp, because the gradient of such a weight would be a sum over slices of the sequence.
+    pub(crate) fn for_whole_weights(self, tape: &Tape) -> Self {
+        if tape.reduction_blocks().is_some() { self.with(Axis::Tp, false) } else { self }
     }
 
     /// Keys and values `[batch, seq, ..]` of all tokens, of those that this rank has in a block.

@@ -132,8 +132,8 @@ fn sequences_of_families_that_cp_cuts_have_the_numbers_of_one_rank() {
     }
 }
 
-/// A dry run predicts memory, FLOPs and every communication of each rank. The models have no experts: a dry run does not
-/// know how many tokens each expert will get.
+/// A dry run predicts memory, FLOPs and every communication of each rank. The models have no experts: a dry run does
+/// not know how many tokens each expert will get.
 #[test]
 fn latent_attention_does_what_a_dry_run_predicts() {
     for (mesh, method, cut) in [

@@ -1,5 +1,4 @@
-//! DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and in all layers but the first a softmax over experts, which may
-//! be limited to the best groups of them, with shared experts beside.
+//! DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and behind dense layers experts chosen by a softmax, in groups.
 
 use super::prelude::*;
 use super::{latent, qwen3_moe};
@@ -17,8 +16,8 @@ pub(crate) const FAMILY: Family = Family {
         (latent::read(settings, DecoderConfig { interleaved: true, ..LLAMA }), Some(experts))
     },
     write: |of, experts| {
-        let limited = experts.is_some_and(|of| of.moe.groups.groups > 1);
-        let method = if limited { "group_limited_greedy" } else { "greedy" };
+        let limited = experts.filter(|of| of.moe.groups.groups > 1);
+        let method = limited.map_or("greedy", |_| "group_limited_greedy");
         latent::write(of, write(experts, json!({"topk_method": method})))
     },
     parts: |block| match block.part.strip_prefix("mlp.") {

@@ -8,7 +8,8 @@
 
 use super::super::prelude::*;
 
-/// What stands around an answer in what a template with `{% generation %}` writes: characters that no text has.
+/// What stands around an answer in what a template with `{% generation %}` writes: noncharacters of Unicode, with which
+/// a message is refused.
 pub(super) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
 /// A chat template.
@@ -29,6 +30,9 @@ pub(super) fn of(
     first: usize,
     tools: Option<&Value>,
 ) -> Result<(String, Vec<Range<usize>>), String> {
+    if messages.iter().any(|message| message.to_string().contains(MARKS)) {
+        return Err("cannot write U+FDD0 and U+FDD1, which Unicode keeps out of texts: a message has one".to_owned());
+    }
     let render = |turns: usize, begins: bool| {
         template.render(&messages[..turns], tools, begins).map_err(|error| format!("fails: {error}"))
     };

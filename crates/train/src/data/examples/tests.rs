@@ -1,3 +1,4 @@
+use super::super::piece::PieceTokens;
 use super::*;
 use serde_json::json;
 
@@ -101,4 +102,24 @@ fn what_is_no_example_says_what_it_has() {
     let tool = json!({"messages": [{"role": "tool", "content": "4"}]});
     let wrong = read(Plain { marks: false, forgets: false }, tool).unwrap_err();
     assert_eq!(wrong, Wrong::Template("fails: no tools here".to_owned()));
+}
+
+/// Otherwise a message could say what is an answer.
+#[test]
+fn a_message_with_a_mark_is_refused() {
+    for mark in answers::MARKS {
+        let messages = json!([{"role": "user", "content": format!("one{mark}?")}]);
+        let refused = read(Plain { marks: true, forgets: false }, json!({"messages": messages})).unwrap_err();
+        let Wrong::Template(problem) = refused else { panic!("{refused:?}") };
+        assert!(problem.starts_with("cannot write U+FDD0 and U+FDD1"), "{problem}");
+    }
+}
+
+#[test]
+fn the_token_that_ends_an_example_is_learnt_and_the_one_that_begins_it_is_not() {
+    let example = PieceTokens { ids: vec![5, 6], masked: vec![true, false] };
+    let between = PieceTokens { ids: vec![1, 5, 6, 2], masked: vec![true, true, false, false] };
+    assert_eq!(example.between(Some(1), Some(2)), between);
+    let text = PieceTokens { ids: vec![5, 6], masked: Vec::new() };
+    assert!(text.between(Some(1), Some(2)).masked.is_empty(), "of a text all is learnt");
 }
