@@ -238,7 +238,7 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
     // Two ranks of three: the third is busy, and need not be waited for.
     let error = fails(worlds, 3, PATIENT, |world| match world.rank() {
         2 => {
-            sleep(Duration::from_millis(100));
+            sleep(Duration::from_millis(400)); // longer than others take to find it, on a busy machine too
             Ok(world.barrier()?)
         }
         rank => Ok(world.recv(zeros(1), 1 - rank, 0).map(drop)?),
