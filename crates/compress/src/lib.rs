@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod absmax;
 mod aq_sgd;
 mod compressor;
 mod error;

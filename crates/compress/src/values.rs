@@ -3,8 +3,9 @@
 //! A part ([`Per`]) with a NaN or an infinity gets NaN as its scale, so that the whole part is restored as NaN; `none`
 //! and `bf16` keep each such value.
 //!
-//! More than 400 lines: each of the five casts has its size, bound, writer and reader side by side with the others'.
+//! More than 400 lines: each of the seven casts has its size, bound, writer and reader side by side with the others'.
 
+use crate::absmax::{self, NF4};
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
 use crate::planes::{self, TILE};
@@ -63,6 +64,26 @@ impl Values {
                     put(start, &tile[..codes.len()]);
                 })?;
             }
+            Values::Int8 { per } => {
+                let (scales, codes) = floats(body, parts);
+                let scales: Vec<f32> = scales.collect();
+                for (i, codes) in codes.chunks(TILE).enumerate() {
+                    each_part(per.unit(shape), i * TILE, codes.len(), |part, range| {
+                        absmax::from_int8(&codes[range.clone()], scales[part], &mut tile[range]);
+                    });
+                    put(i * TILE, &tile[..codes.len()]);
+                }
+            }
+            Values::Nf4 { per } => {
+                let (scales, packed) = floats(body, parts);
+                let scales: Vec<f32> = scales.collect();
+                codes(packed, len, 4, |start, codes| {
+                    each_part(per.unit(shape), start, codes.len(), |part, range| {
+                        absmax::from_nf4(&codes[range.clone()], scales[part], &mut tile[range]);
+                    });
+                    put(start, &tile[..codes.len()]);
+                })?;
+            }
             Values::Sign { per } => {
                 let (scales, packed) = floats(body, parts);
                 let scales: Vec<f32> = scales.collect();
@@ -93,6 +114,8 @@ impl Compressor for Values {
             Values::Fp8 { .. } => Method::Fp8,
             Values::Quantize { .. } => Method::Quantize,
             Values::Sign { .. } => Method::Sign,
+            Values::Int8 { .. } => Method::Int8,
+            Values::Nf4 { .. } => Method::Nf4,
         }
     }
 
@@ -111,7 +134,8 @@ impl Compressor for Values {
         match *self {
             Values::F32 => 4 * len,
             Values::Bf16 => 2 * len,
-            Values::Fp8 { .. } => 4 * parts + len,
+            Values::Fp8 { .. } | Values::Int8 { .. } => 4 * parts + len,
+            Values::Nf4 { .. } => 4 * parts + planes::bytes(len, 4),
             Values::Quantize { bits, .. } => 8 * parts + planes::bytes(len, bits.into()),
             Values::Sign { .. } => 4 * parts + planes::bytes(len, 1),
         }
@@ -139,6 +163,12 @@ impl Compressor for Values {
             Values::Quantize { bits, rounding, .. } => {
                 let steps = f64::from((1_u32 << bits) - 1);
                 Guarantee { error: len / (2.0 * steps * steps), unbiased: rounding == Rounding::Stochastic }
+            }
+            // Half of the widest gap between two codes, in units of the largest magnitude, whose square is at most the
+            // sum of squares.
+            Values::Int8 { .. } => Guarantee { error: len / 254_f64.powi(2), unbiased: false },
+            Values::Nf4 { .. } => {
+                Guarantee { error: len * (0.5 * f64::from(NF4[1] - NF4[0])).powi(2), unbiased: false }
             }
             // |x|² - (Σ|x|)²/n, and (Σ|x|)² is at least |x|².
             Values::Sign { .. } => Guarantee { error: none * (1.0 - 1.0 / len.max(1.0)), unbiased: false },
@@ -200,6 +230,30 @@ impl Compressor for Values {
                         }
                     });
                 })
+            }
+            Values::Int8 { per } => {
+                let (scales, codes) = body.split_at_mut(4 * parts);
+                for (bytes, range) in scales.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape)) {
+                    let scale = largest(&x[range.clone()]);
+                    absmax::int8(&x[range.clone()], scale, &mut codes[range]);
+                    *bytes = scale.to_le_bytes();
+                }
+            }
+            Values::Nf4 { per } => {
+                let (head, packed) = body.split_at_mut(4 * parts);
+                let mut scales = head.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape));
+                let (mut of, mut scale) = (usize::MAX, f32::NAN);
+                pack(packed, x.len(), 4, |start, codes| {
+                    each_part(per.unit(shape), start, codes.len(), |part, range| {
+                        if part != of
+                            && let Some((bytes, whole)) = scales.next()
+                        {
+                            (of, scale) = (part, largest(&x[whole]));
+                            *bytes = scale.to_le_bytes();
+                        }
+                        absmax::nf4(&x[start + range.start..start + range.end], scale, &mut codes[range]);
+                    });
+                });
             }
             Values::Sign { per } => {
                 let (head, packed) = body.split_at_mut(4 * parts);
@@ -284,6 +338,12 @@ pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
 #[inline(always)]
 fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))
+}
+
+/// The largest |x|; NaN if a value is not finite.
+fn largest(x: &[f32]) -> f32 {
+    let bits = wide!(largest_bits(x));
+    if bits < f32::INFINITY.to_bits() { f32::from_bits(bits) } else { f32::NAN }
 }
 
 /// Numbers from 2^23 on have no fraction: adding 2^23 rounds to the nearest integer, which is then in the low bits.
