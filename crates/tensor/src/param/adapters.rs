@@ -14,6 +14,7 @@
 
 use super::{Declarations, Init, Matrices, ParamGroup, ParamId, ParamSpec, Placement, Role};
 use crate::error::{Error, Result};
+use meshwork_compress::Values;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -28,6 +29,8 @@ pub struct Adapters {
     pub dropout: f32,
     /// The adapters of each weight, by the name of the weight.
     pub of: BTreeMap<String, Vec<AdapterSpec>>,
+    /// How the frozen matrices of the model are stored, if in fewer bits (QLoRA).
+    pub base: Option<Values>,
 }
 
 /// An adapter of a weight.
@@ -69,6 +72,12 @@ impl Adapters {
     /// The adapters of the weight of this name; none if it has none.
     pub fn of(&self, weight: &str) -> &[AdapterSpec] {
         self.of.get(weight).map_or(&[], Vec::as_slice)
+    }
+
+    /// The form in which a frozen parameter is [stored](ParamSpec::packed): a matrix of a linear layer as
+    /// [`base`](Self::base) says, whether it has an adapter or not.
+    pub fn packing(&self, spec: &ParamSpec) -> Option<Values> {
+        self.base.filter(|_| spec.role == Role::Weight && spec.group.matrices.is_some())
     }
 
     /// Whether a parameter of this name is A or B of an adapter.
@@ -130,6 +139,7 @@ impl AdapterSpec {
             role: Role::Weight,
             init,
             group: ParamGroup::hidden(Matrices::new(0, columns)),
+            packed: None,
         };
         let a = spec(&self.a, [&[rank], input].concat(), input.len(), of_a, Init::Uniform { bound });
         let b = spec(&self.b, [&out[..], &[rank]].concat(), 1, of_b, Init::Zeros);
@@ -278,7 +288,7 @@ mod tests {
     #[test]
     fn only_adapters_are_trained() {
         let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);
-        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, dropout: 0.0, of });
+        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, of, ..Adapters::default() });
         let mut all = Declarations::new();
         let group = ParamGroup::hidden(Matrices::new(0, 1));
         all.adapting(&adapters, |all| {
