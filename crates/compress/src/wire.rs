@@ -76,6 +76,11 @@ pub(crate) fn floats(body: &[u8], count: usize) -> (impl Iterator<Item = f32>, &
     (head.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes)), rest)
 }
 
+/// The f32 with this number.
+pub(crate) fn float_at(floats: &[u8], at: usize) -> f32 {
+    f32::from_le_bytes(floats.as_chunks::<4>().0[at])
+}
+
 /// Writes f32s to the front of a body and returns the rest of it.
 pub(crate) fn put_floats(body: &mut [u8], values: impl ExactSizeIterator<Item = f32>) -> &mut [u8] {
     let (head, rest) = body.split_at_mut(4 * values.len());

@@ -1,7 +1,9 @@
 //! Tables that can be checked by hand, and oracles.
 
 use crate::common::{bits, compress, draws, lossy, scheme, values};
-use meshwork_compress::{Choice, Compressor, Keep, Per, Shape, Sparse, Values, wire_bytes};
+use meshwork_compress::{
+    Choice, Compressor, Fold, Keep, Message, Per, Scheme, Shape, Sparse, TILE, Values, restore_tiles, wire_bytes,
+};
 
 fn vector(len: usize) -> Shape {
     Shape::vector(len).unwrap()
@@ -218,8 +220,8 @@ fn codes_in_units_of_the_largest_magnitude() {
 fn the_numbers_of_nf4_are_quantiles() {
     let message = [&compress(&scheme("nf4"), &[1.0; 16], vector(16), draws(0)).as_bytes()[..20], &planes()].concat();
     let mut numbers = [0.0_f32; 16];
-    let received = meshwork_compress::Message::received(message);
-    received.restore(&scheme("nf4"), vector(16), meshwork_compress::Fold::Replace, &mut numbers).unwrap();
+    let received = Message::received(message);
+    received.restore(&scheme("nf4"), vector(16), Fold::Replace, &mut numbers).unwrap();
     let offset = 1.0 - (1.0 / 32.0 + 1.0 / 30.0) / 2.0;
     let place = |at: usize, count: usize| offset + (0.5 - offset) * at as f64 / count as f64;
     let largest = quantile(offset);
@@ -263,4 +265,25 @@ fn quantile(share: f64) -> f64 {
         if below(middle) < share { low = middle } else { high = middle }
     }
     low
+}
+
+/// Tiles of a message, as threads share them, are those of the whole.
+#[test]
+fn a_message_is_restored_in_tiles() {
+    let (shape, x) = (vector(3 * TILE + 77), values("tiles", 3 * TILE + 77));
+    for text in crate::common::SCHEMES {
+        let Scheme::Values(of) = scheme(text) else { continue };
+        let message = compress(&Scheme::Values(of), &x, shape, draws(1));
+        let mut whole = vec![0.0; x.len()];
+        message.restore(&of, shape, Fold::Replace, &mut whole).unwrap();
+        for (first, len) in [(0, TILE), (1, 2 * TILE), (2, TILE + 77), (3, 77), (0, x.len()), (4, 0)] {
+            let mut out = vec![9.0; len];
+            restore_tiles(message.as_bytes(), of, shape, Fold::Replace, first, &mut out).unwrap();
+            assert_eq!(bits(&out), bits(&whole[(first * TILE).min(x.len())..][..len]), "{text} from {first}");
+        }
+        for (first, len) in [(0, TILE - 1), (3, 78), (4, 1)] {
+            let wrong = restore_tiles(message.as_bytes(), of, shape, Fold::Replace, first, &mut vec![0.0; len]);
+            assert!(wrong.unwrap_err().to_string().contains("the restored tiles"), "{text} from {first}");
+        }
+    }
 }
