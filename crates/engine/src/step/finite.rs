@@ -54,8 +54,8 @@ impl Trainer {
             Ok(())
         };
         params.flats().iter().filter(|flat| flat.dtype() != DType::U8).try_for_each(&mut add)?;
-        let packed = params.declarations().ids().filter(|&id| params.is_packed(id));
-        packed.into_iter().try_for_each(|id| add(params.value(id)?.buffer()))?;
+        let mut packed = params.declarations().ids().filter(|&id| params.is_packed(id));
+        packed.try_for_each(|id| add(params.value(id)?.buffer()))?;
         Ok(self.device.download(&sum)?.as_slice::<f64>()?.iter().all(|sum| sum.is_finite()))
     }
 

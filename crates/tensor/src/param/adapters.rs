@@ -285,6 +285,33 @@ mod tests {
         assert_eq!(between, [0., 0., 0., 2., 4., 6., 0., 0., 0., 20., 40., 60.]);
     }
 
+    /// As QLoRA: matrices of linear layers, with an adapter or without; no table, no norm, no adapter.
+    #[test]
+    fn frozen_matrices_alone_are_stored_in_fewer_bits() {
+        let base = Some(Values::Bf16);
+        let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);
+        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, of, base, ..Adapters::default() });
+        let mut all = Declarations::new();
+        let whole = Placement::replicated;
+        all.adapting(&adapters, |all| {
+            let matrix = ParamGroup::hidden(Matrices::new(0, 1));
+            let id = all.declare_in("w", &[4, 8], whole(), Role::Weight, Init::Zeros, matrix)?;
+            all.declare_in("without", &[4, 8], whole(), Role::Weight, Init::Zeros, matrix)?;
+            all.declare("table", &[4, 8], whole(), Role::Weight, Init::Zeros)?;
+            all.declare("norm", &[8], whole(), Role::Norm, Init::Ones)?;
+            all.adapters_of(id).map(drop)
+        })
+        .unwrap();
+        all.declare_in("outside", &[4, 8], whole(), Role::Weight, Init::Zeros, ParamGroup::hidden(Matrices::new(0, 1)))
+            .unwrap();
+        let packed: Vec<&str> = all.specs().iter().filter(|spec| spec.packed == base).map(|spec| &*spec.name).collect();
+        assert_eq!(packed, ["w", "without"]);
+        let flats = all.flats();
+        let names = |flat: &[crate::ParamId]| flat.iter().map(|&id| all.spec(id).name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&flats[0]), ["table", "norm", "a", "b", "outside"]);
+        assert_eq!(names(&flats[1]), ["w", "without"]);
+    }
+
     #[test]
     fn only_adapters_are_trained() {
         let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);

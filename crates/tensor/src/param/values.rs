@@ -498,6 +498,27 @@ mod tests {
         }
     }
 
+    /// They lie as bytes, which flat buffers of numbers are not.
+    #[test]
+    fn packed_parameters_share_no_flat_buffer_with_others() {
+        let adapters = super::super::Adapters { base: Some(meshwork_compress::Values::Bf16), ..Default::default() };
+        let mut all = Declarations::new();
+        all.adapting(&Arc::new(adapters), |all| {
+            let group = super::super::ParamGroup::hidden(super::super::Matrices::new(0, 1));
+            all.declare_in("w", &[4, 8], Placement::replicated(), Role::Weight, Init::Zeros, group).unwrap();
+            all.declare("norm", &[8], Placement::replicated(), Role::Norm, Init::Ones).unwrap();
+        });
+        let (all, device, mesh) = (Arc::new(all), crate::meta::Meta::device(), Mesh::default());
+        let build = |layout: &[Vec<ParamId>]| Params::new(all.clone(), &mesh, mesh.coords(0), &device, layout, 0);
+        let error = build(&[all.ids().collect()]).unwrap_err().to_string();
+        assert!(error.contains("parameter w: it is stored in fewer bits, and shares a flat buffer"), "{error}");
+        let params = build(&all.flats()).unwrap();
+        let bytes: Vec<_> = params.flats().iter().map(|flat| (flat.dtype(), flat.count())).collect();
+        assert_eq!(bytes, [(DType::F32, 8), (DType::U8, 16 + 2 * 32)]);
+        let kept: Vec<bool> = all.ids().map(|id| params.is_kept(id)).collect();
+        assert_eq!(kept, [false, true]);
+    }
+
     #[test]
     fn a_layout_must_name_every_parameter_once() {
         let mut all = Declarations::new();
