@@ -193,25 +193,21 @@ KERNEL int8_unpack(const u8* codes, const u8* scales, i64 unit, float* out, int 
     fold_vector(out, at, count, four, add);
 }
 
-// The number of a code of NF4, as in crates/compress/src/absmax.rs.
+DEVICE float either(u32 bit, float zero, float one) { return bit ? one : zero; }
+
+// One of four numbers, by the lowest two bits.
+DEVICE float of_four(u32 code, float zero, float one, float two, float three) {
+    return either(code & 2u, either(code & 1u, zero, one), either(code & 1u, two, three));
+}
+
+// The number of a code of NF4, as in crates/compress/src/absmax.rs: by choices, because a table of a thread that is
+// read by a code would lie in memory.
 DEVICE float nf4_number(u32 code) {
-    const float numbers[16] = {-1.0f,
-                               -0.6961928009986877f,
-                               -0.5250730514526367f,
-                               -0.39491748809814453f,
-                               -0.28444138169288635f,
-                               -0.18477343022823334f,
-                               -0.09105003625154495f,
-                               0.0f,
-                               0.07958029955625534f,
-                               0.16093020141124725f,
-                               0.24611230194568634f,
-                               0.33791524171829224f,
-                               0.44070982933044434f,
-                               0.5626170039176941f,
-                               0.7229568362236023f,
-                               1.0f};
-    return numbers[code & 15u];
+    float lowest = of_four(code, -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f);
+    float low = of_four(code, -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f);
+    float high = of_four(code, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f);
+    float highest = of_four(code, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f);
+    return either(code & 8u, either(code & 4u, lowest, low), either(code & 4u, high, highest));
 }
 
 KERNEL nf4_codes(const float* x, const u8* scales, i64 unit, u8* codes, i64 count) {
