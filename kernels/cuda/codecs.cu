@@ -2,18 +2,20 @@
 // methods.
 //
 //   fp8: code = round(x / scale), scale the least power of two that fits;  quant: code = round((x - min) / step);  sign: scale = mean |x|
+//   int8: code = round(127 x / scale), scale = max |x|;  nf4: the nearest of 16 numbers to x / scale, scale = max |x|
 //
 // Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes per part, for quant a minimum and a step;
 //           codes [count] (u8) as bytes, or as `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
 // Geometry  scales: one block of threads per part, 16 bytes of f32 per thread at a time (neighbours.cuh), for sign 16
 //           threads; codes and values: one thread per 16 bytes of f32, or of bf16; planes: one thread per byte.
 // Bytes     4 read per element for its scale and 4 for its code; codes once more for planes.
-// Bits      as on the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.
+// Bits      as on the CPU: crates/compress/src/values.rs, absmax.rs, fp8.rs, planes.rs.
 #include "message.cuh"
 #include "random.cuh"
 
 #define TILE_CODES 512
 #define INTEGERS 8388608.0f  // 2^23: numbers added to it are rounded to integers
+#define SIGNED_INTEGERS 12582912.0f  // 1.5 · 2^23: the low bits of the sum are the integer in two's complement
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
 #define INFINITE_BITS 0x7f800000u
 
@@ -157,6 +159,73 @@ KERNEL fp8_unpack(const u8* codes, const u8* scales, i64 unit, int e5m2, float* 
     fold_vector(out, at, count, four, add);
 }
 
+// The largest |x| of each part; NaN if one of its elements is not finite.
+KERNEL absmax_scales(const float* x, i64 count, i64 unit, u8* scales) {
+    SHARED(u32, parts, BLOCK_WARPS);
+    u32 bits = largest_bits(x, count, unit, parts);
+    if (threadIdx.x > 0) return;
+    put_float(scales + 4 * static_cast<i64>(blockIdx.x), bits < INFINITE_BITS ? __uint_as_float(bits) : NOT_A_NUMBER);
+}
+
+KERNEL int8_pack(const float* x, const u8* scales, i64 unit, u8* codes, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+    Vector<u8, FOUR> to = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) {
+        float place = four.of[j] / scale * 127.0f;
+        to.of[j] = scale > 0.0f ? static_cast<u8>(__float_as_uint(place + SIGNED_INTEGERS)) : static_cast<u8>(0);
+    });
+    store_vector(codes, at, count, to);
+}
+
+KERNEL int8_unpack(const u8* codes, const u8* scales, i64 unit, float* out, int add, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<u8, FOUR> from = load_vector<FOUR>(codes, at, count);
+    Vector<float, FOUR> four = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) {
+        int code = from.of[j] < 128 ? from.of[j] : from.of[j] - 256;
+        four.of[j] = static_cast<float>(code) / 127.0f * scale;
+    });
+    fold_vector(out, at, count, four, add);
+}
+
+DEVICE float either(u32 bit, float zero, float one) { return bit ? one : zero; }
+
+// One of four numbers, by the lowest two bits.
+DEVICE float of_four(u32 code, float zero, float one, float two, float three) {
+    return either(code & 2u, either(code & 1u, zero, one), either(code & 1u, two, three));
+}
+
+// The number of a code of NF4, as in crates/compress/src/absmax.rs: by choices, because a table of a thread that is
+// read by a code would lie in memory.
+DEVICE float nf4_number(u32 code) {
+    float lowest = of_four(code, -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f);
+    float low = of_four(code, -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f);
+    float high = of_four(code, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f);
+    float highest = of_four(code, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f);
+    return either(code & 8u, either(code & 4u, lowest, low), either(code & 4u, high, highest));
+}
+
+KERNEL nf4_codes(const float* x, const u8* scales, i64 unit, u8* codes, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+    Vector<u8, FOUR> to = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) {
+        float place = four.of[j] / scale;
+        int code = 0;
+#pragma unroll
+        for (u32 below = 0; below < 15; below++) code += place > 0.5f * (nf4_number(below) + nf4_number(below + 1)) ? 1 : 0;
+        to.of[j] = static_cast<u8>(scale > 0.0f ? code : 7);
+    });
+    store_vector(codes, at, count, to);
+}
+
 // The minimum and the step of each part; NaN if one of its elements is not finite.
 KERNEL quant_pairs(const float* x, i64 count, i64 unit, float levels, u8* pairs) {
     SHARED(u32, parts, BLOCK_WARPS);
@@ -270,6 +339,17 @@ KERNEL quant_unpack(const u8* planes, const u8* pairs, i64 bits, i64 unit, float
     auto range_of_part = [=](i64 part) { return Range{get_float(pairs + 8 * part), get_float(pairs + 8 * part + 4)}; };
     in_parts<FOUR>(at, count, unit, range_of_part, [&](int j, const Range& range) {
         four.of[j] = range.least + static_cast<float>(static_cast<int>(code_of(planes, bits, at + j, count))) * range.step;
+    });
+    fold_vector(out, at, count, four, add);
+}
+
+KERNEL nf4_unpack(const u8* planes, const u8* scales, i64 unit, float* out, int add, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) {
+        four.of[j] = nf4_number(code_of(planes, 4, at + j, count)) * scale;
     });
     fold_vector(out, at, count, four, add);
 }

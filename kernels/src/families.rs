@@ -619,6 +619,13 @@ kernels! {
     quant_pairs(In F32 x, Value I64 count, Value I64 unit, Value F32 levels, Out U8 pairs) in codecs, Geometry::Columns;
     quant_codes(In F32 x, In U8 pairs, Divisor I64 unit, Value F32 levels, Value I32 draws, Value U32 key0,
         Value U32 key1, Value U64 start, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
+    absmax_scales(In F32 x, Value I64 count, Value I64 unit, Out U8 scales) in codecs, Geometry::Columns;
+    int8_pack(In F32 x, In U8 scales, Divisor I64 unit, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
+    int8_unpack(In U8 codes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add,
+        Value I64 count) in codecs, FOURS_OF_F32;
+    nf4_codes(In F32 x, In U8 scales, Divisor I64 unit, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
+    nf4_unpack(In U8 planes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add,
+        Value I64 count) in codecs, FOURS_OF_F32;
     sign_scales(In F32 x, Value I64 count, Value I64 unit, Out U8 scales, Value I64 parts) in codecs, ELEMENTS;
     sign_codes(In F32 x, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
     planes_pack(In U8 codes, Divisor I64 bits, Out U8 planes, Value I64 bytes, Value I64 count) in codecs, ELEMENTS;

@@ -183,6 +183,10 @@ floors! {
     fp8_unpack, "2²⁶ by 1024"; codes X, scales X / 256, out X; 0, 0;
     quant_pairs, "2²⁶ by 1024"; x X, pairs X / 128; 0, 0;
     quant_codes, "2²⁶ by 1024"; x X, pairs X / 128, codes X; 0, 0;
+    absmax_scales, "2²⁶ by 64"; x X, scales X / 16; 0, 0;
+    int8_pack nf4_codes, "2²⁶ by 64"; x X, scales X / 16, codes X; 0, 0;
+    int8_unpack, "2²⁶ by 64"; codes X, scales X / 16, out X; 0, 0;
+    nf4_unpack, "2²⁶ by 64"; planes X / 2, scales X / 16, out X; 0, 0;
     sign_codes, "2²⁶"; x X, codes X; 0, 0;
     planes_pack, "2²⁶ of 4 bits"; codes X, planes X / 2; 0, 0;
     quant_unpack, "2²⁶ of 4 bits by 1024"; planes X / 2, pairs X / 128, out X; 0, 0;

@@ -4,8 +4,8 @@ use crate::{Method, Shape};
 use meshwork_core::{BufferError, CommError};
 
 /// The grammar of schemes, for error messages.
-pub(crate) const VALID: &str = "none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to 8), sign, topk:FRACTION or topk:COUNT, \
-     randk:FRACTION or randk:COUNT, topk or randk with + and one of the first six, powersgd:RANK";
+pub(crate) const VALID: &str = "none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to 8), sign, int8, nf4, topk:FRACTION or topk:COUNT, \
+     randk:FRACTION or randk:COUNT, topk or randk with + and one of the first eight, powersgd:RANK";
 
 /// A result of compression; of another error where one is named.
 pub type Result<T, E = CompressError> = std::result::Result<T, E>;

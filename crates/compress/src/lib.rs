@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod absmax;
 mod aq_sgd;
 mod compressor;
 mod error;
@@ -26,8 +27,9 @@ pub use compressor::{Compressor, Draws, Fold, Guarantee, SumMethod};
 pub use error::{CompressError, MessageError, Result};
 pub use feedback::{Feedback, reshard};
 pub use indices::Packed;
-pub use message::{Message, compress_into, header, restore, wire_bytes};
+pub use message::{Message, compress_into, header, restore, restore_tiles, wire_bytes};
 pub use methods::{Choice, Fp8Format, Keep, PowerSgd, Rounding, Sparse, Values};
+pub use planes::TILE;
 pub use reduction::{Partial, Reduction, Replicated, StateKind, StateSpec};
 pub use scheme::Scheme;
 pub use shape::{Per, Shape};

@@ -1,8 +1,9 @@
 //! A compressed value.
 
 use crate::error::require_count;
+use crate::planes::TILE;
 use crate::wire::{HEADER, VERSION};
-use crate::{Compressor, Draws, Fold, MessageError, Result, Shape};
+use crate::{Compressor, Draws, Fold, MessageError, Result, Shape, Values};
 use meshwork_core::hash::hash;
 
 /// Bytes of a message, header included. They depend only on the scheme and shape.
@@ -111,6 +112,26 @@ pub fn restore(
     compressor.check(shape)?;
     require_count("the restored value", out.len(), shape.len())?;
     Ok(compressor.read(body(bytes, compressor, shape)?, shape, fold, out)?)
+}
+
+/// As [`restore`] of a dense method, of the [tiles](TILE) from `first` on whose elements `out` has: so several threads
+/// share a message.
+///
+/// # Errors
+/// As [`restore`]; `out` that is no run of tiles.
+pub fn restore_tiles(
+    bytes: &[u8],
+    values: Values,
+    shape: Shape,
+    fold: Fold,
+    first: usize,
+    out: &mut [f32],
+) -> Result<()> {
+    values.check(shape)?;
+    let rest = shape.len().saturating_sub(first.saturating_mul(TILE));
+    let whole = if out.len() < rest { out.len() / TILE * TILE } else { rest };
+    require_count("the restored tiles", out.len(), whole)?;
+    Ok(values.read_tiles(body(bytes, &values, shape)?, shape, fold, first, out)?)
 }
 
 /// The header of a message.

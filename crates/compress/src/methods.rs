@@ -52,6 +52,18 @@ pub enum Values {
         /// The elements that share a scale.
         per: Per,
     },
+    /// `round(127 · x / s) / 127 · s` with the largest |x| of the part as s, ties to even (block-wise: Dettmers et al.
+    /// 2022, arXiv:2110.02861).
+    Int8 {
+        /// The elements that share a scale.
+        per: Per,
+    },
+    /// `s · q(x / s)` with the largest |x| of the part as s; q gives the nearest of 16 numbers in [-1, 1], quantiles of
+    /// a normal distribution (4-bit NormalFloat: Dettmers et al. 2023, arXiv:2305.14314).
+    Nf4 {
+        /// The elements that share a scale.
+        per: Per,
+    },
 }
 
 impl fmt::Display for Values {
@@ -64,6 +76,8 @@ impl fmt::Display for Values {
             Values::Quantize { bits, per, rounding: Rounding::Nearest } => write!(f, "quant:{bits}{per}"),
             Values::Quantize { bits, per, rounding: Rounding::Stochastic } => write!(f, "quant:{bits}{per}/stochastic"),
             Values::Sign { per } => write!(f, "sign{per}"),
+            Values::Int8 { per } => write!(f, "int8{per}"),
+            Values::Nf4 { per } => write!(f, "nf4{per}"),
         }
     }
 }
@@ -73,13 +87,21 @@ impl Values {
     pub fn per(self) -> Per {
         match self {
             Values::F32 | Values::Bf16 => Per::Block(1),
-            Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } => per,
+            Values::Fp8 { per, .. }
+            | Values::Quantize { per, .. }
+            | Values::Sign { per }
+            | Values::Int8 { per }
+            | Values::Nf4 { per } => per,
         }
     }
 
     /// Gives a method of the whole value parts.
     pub(crate) fn narrow(&mut self, to: Per) {
-        if let Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } = self
+        if let Values::Fp8 { per, .. }
+        | Values::Quantize { per, .. }
+        | Values::Sign { per }
+        | Values::Int8 { per }
+        | Values::Nf4 { per } = self
             && *per == Per::Tensor
         {
             *per = to;

@@ -2,7 +2,7 @@
 
 use meshwork_core::simd::wide;
 
-/// Elements of a tile.
+/// Elements of a tile of codes: see [`wire`](crate::wire).
 pub const TILE: usize = 512;
 
 /// Bytes of `count` codes of `bits` bits.

@@ -18,6 +18,8 @@ use std::str::FromStr;
 /// | `fp8:e4m3`, `fp8:e5m2` | 8-bit floats with a scale; `/row` and `/block256` give each row, or each 256 elements, its own |
 /// | `quant:4` | 1 to 8 bits between the smallest and the largest value; `/row`, `/block256`; then `/stochastic` for unbiased rounding |
 /// | `sign` | signs and their mean absolute value; `/row`, `/block256` |
+/// | `int8` | 8 bits between plus and minus the largest absolute value; `/row`, `/block256` |
+/// | `nf4` | the nearest of 16 quantiles of a normal distribution, in units of the largest absolute value; `/row`, `/block64` |
 /// | `topk:0.1`, `topk:100` | the largest tenth, or hundred (a fraction has a point, a count has none); `/row`, `/block256` |
 /// | `randk:0.1`, `randk:100` | as many, chosen at random; `/unbiased` multiplies them by n/k |
 /// | `topk:0.1+quant:8` | the values of `topk` or `randk`, by any of the methods above them |
@@ -181,6 +183,11 @@ fn values(mut words: Words<'_>) -> Result<Values, String> {
         "sign" => {
             words.no_parameter()?;
             Values::Sign { per: words.per()? }
+        }
+        "int8" | "nf4" => {
+            words.no_parameter()?;
+            let per = words.per()?;
+            if words.name == "int8" { Values::Int8 { per } } else { Values::Nf4 { per } }
         }
         name => return Err(format!("there is no method {name:?}")),
     };

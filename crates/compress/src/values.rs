@@ -3,33 +3,41 @@
 //! A part ([`Per`]) with a NaN or an infinity gets NaN as its scale, so that the whole part is restored as NaN; `none`
 //! and `bf16` keep each such value.
 //!
-//! More than 400 lines: each of the five casts has its size, bound, writer and reader side by side with the others'.
+//! More than 400 lines: each of the seven casts has its size, bound, writer and reader side by side with the others'.
 
+use crate::absmax::{self, NF4};
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
 use crate::planes::{self, TILE};
-use crate::wire::{floats, put_floats};
+use crate::wire::{float_at, put_floats};
 use crate::{CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Result, Rounding, Shape, Values};
 use meshwork_core::bf16;
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
+use std::ops::Range;
 
 impl Values {
-    /// Calls `put` with each tile of restored values and the index of its first.
+    /// Calls `put` with each of these tiles of restored values and the index of its first.
     #[inline(always)]
-    fn restore(self, body: &[u8], shape: Shape, mut put: impl FnMut(usize, &[f32])) -> Result<(), MessageError> {
+    fn restore(
+        self,
+        body: &[u8],
+        shape: Shape,
+        tiles: Range<usize>,
+        mut put: impl FnMut(usize, &[f32]),
+    ) -> Result<(), MessageError> {
         let (len, parts) = (shape.len(), self.per().parts(shape));
         let mut tile = [0.0; TILE];
         match self {
             Values::F32 => {
-                for (i, bytes) in body.chunks(4 * TILE).enumerate() {
+                for (i, bytes) in body.chunks(4 * TILE).enumerate().take(tiles.end).skip(tiles.start) {
                     let values = bytes.as_chunks::<4>().0;
                     tile.iter_mut().zip(values).for_each(|(x, &bytes)| *x = f32::from_le_bytes(bytes));
                     put(i * TILE, &tile[..values.len()]);
                 }
             }
             Values::Bf16 => {
-                for (i, bytes) in body.chunks(2 * TILE).enumerate() {
+                for (i, bytes) in body.chunks(2 * TILE).enumerate().take(tiles.end).skip(tiles.start) {
                     let values = bytes.as_chunks::<2>().0;
                     let wider = |bytes| f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16);
                     tile.iter_mut().zip(values).for_each(|(x, &bytes)| *x = wider(bytes));
@@ -37,25 +45,23 @@ impl Values {
                 }
             }
             Values::Fp8 { format, per } => {
-                let (scales, codes) = floats(body, parts);
-                let scales: Vec<f32> = scales.collect();
-                for (i, codes) in codes.chunks(TILE).enumerate() {
+                let (scales, codes) = body.split_at(4 * parts);
+                for (i, codes) in codes.chunks(TILE).enumerate().take(tiles.end).skip(tiles.start) {
                     each_part(per.unit(shape), i * TILE, codes.len(), |part, range| {
                         let (codes, tile) = (&codes[range.clone()], &mut tile[range]);
                         match format {
-                            Fp8Format::E4M3 => decode::<E4M3>(codes, scales[part], tile),
-                            Fp8Format::E5M2 => decode::<E5M2>(codes, scales[part], tile),
+                            Fp8Format::E4M3 => decode::<E4M3>(codes, float_at(scales, part), tile),
+                            Fp8Format::E5M2 => decode::<E5M2>(codes, float_at(scales, part), tile),
                         }
                     });
                     put(i * TILE, &tile[..codes.len()]);
                 }
             }
             Values::Quantize { bits, per, .. } => {
-                let (pairs, packed) = floats(body, 2 * parts);
-                let pairs: Vec<f32> = pairs.collect();
-                codes(packed, len, bits.into(), |start, codes| {
+                let (pairs, packed) = body.split_at(8 * parts);
+                codes(packed, len, bits.into(), tiles, |start, codes| {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
-                        let (min, step) = (pairs[2 * part], pairs[2 * part + 1]);
+                        let (min, step) = (float_at(pairs, 2 * part), float_at(pairs, 2 * part + 1));
                         let codes = &codes[range.clone()];
                         let tile = &mut tile[range];
                         wide!(tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = min + f32::from(code) * step));
@@ -63,12 +69,29 @@ impl Values {
                     put(start, &tile[..codes.len()]);
                 })?;
             }
-            Values::Sign { per } => {
-                let (scales, packed) = floats(body, parts);
-                let scales: Vec<f32> = scales.collect();
-                codes(packed, len, 1, |start, codes| {
+            Values::Int8 { per } => {
+                let (scales, codes) = body.split_at(4 * parts);
+                for (i, codes) in codes.chunks(TILE).enumerate().take(tiles.end).skip(tiles.start) {
+                    each_part(per.unit(shape), i * TILE, codes.len(), |part, range| {
+                        absmax::from_int8(&codes[range.clone()], float_at(scales, part), &mut tile[range]);
+                    });
+                    put(i * TILE, &tile[..codes.len()]);
+                }
+            }
+            Values::Nf4 { per } => {
+                let (scales, packed) = body.split_at(4 * parts);
+                codes(packed, len, 4, tiles, |start, codes| {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
-                        let (scale, codes) = (scales[part].to_bits(), &codes[range.clone()]);
+                        absmax::from_nf4(&codes[range.clone()], float_at(scales, part), &mut tile[range]);
+                    });
+                    put(start, &tile[..codes.len()]);
+                })?;
+            }
+            Values::Sign { per } => {
+                let (scales, packed) = body.split_at(4 * parts);
+                codes(packed, len, 1, tiles, |start, codes| {
+                    each_part(per.unit(shape), start, codes.len(), |part, range| {
+                        let (scale, codes) = (float_at(scales, part).to_bits(), &codes[range.clone()]);
                         let signed = |code| f32::from_bits(scale ^ (u32::from(code) << 31));
                         let tile = &mut tile[range];
                         wide!(tile.iter_mut().zip(codes).for_each(|(x, &code)| *x = signed(code)));
@@ -78,6 +101,26 @@ impl Values {
             }
         }
         Ok(())
+    }
+
+    /// Decodes the tiles from `first` on into `out`, which has their elements.
+    pub(crate) fn read_tiles(
+        self,
+        body: &[u8],
+        shape: Shape,
+        fold: Fold,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), MessageError> {
+        let (start, tiles) = (first * TILE, first..first + out.len().div_ceil(TILE));
+        match fold {
+            Fold::Replace => self.restore(body, shape, tiles, |at, tile| {
+                out[at - start..][..tile.len()].copy_from_slice(tile);
+            }),
+            Fold::Add => self.restore(body, shape, tiles, |at, tile| {
+                out[at - start..][..tile.len()].iter_mut().zip(tile).for_each(|(y, x)| *y += x);
+            }),
+        }
     }
 }
 
@@ -93,6 +136,8 @@ impl Compressor for Values {
             Values::Fp8 { .. } => Method::Fp8,
             Values::Quantize { .. } => Method::Quantize,
             Values::Sign { .. } => Method::Sign,
+            Values::Int8 { .. } => Method::Int8,
+            Values::Nf4 { .. } => Method::Nf4,
         }
     }
 
@@ -111,7 +156,8 @@ impl Compressor for Values {
         match *self {
             Values::F32 => 4 * len,
             Values::Bf16 => 2 * len,
-            Values::Fp8 { .. } => 4 * parts + len,
+            Values::Fp8 { .. } | Values::Int8 { .. } => 4 * parts + len,
+            Values::Nf4 { .. } => 4 * parts + planes::bytes(len, 4),
             Values::Quantize { bits, .. } => 8 * parts + planes::bytes(len, bits.into()),
             Values::Sign { .. } => 4 * parts + planes::bytes(len, 1),
         }
@@ -139,6 +185,12 @@ impl Compressor for Values {
             Values::Quantize { bits, rounding, .. } => {
                 let steps = f64::from((1_u32 << bits) - 1);
                 Guarantee { error: len / (2.0 * steps * steps), unbiased: rounding == Rounding::Stochastic }
+            }
+            // Half of the widest gap between two codes, in units of the largest magnitude, whose square is at most the
+            // sum of squares.
+            Values::Int8 { .. } => Guarantee { error: len / 254_f64.powi(2), unbiased: false },
+            Values::Nf4 { .. } => {
+                Guarantee { error: len * (0.5 * f64::from(NF4[1] - NF4[0])).powi(2), unbiased: false }
             }
             // |x|² - (Σ|x|)²/n, and (Σ|x|)² is at least |x|².
             Values::Sign { .. } => Guarantee { error: none * (1.0 - 1.0 / len.max(1.0)), unbiased: false },
@@ -201,6 +253,30 @@ impl Compressor for Values {
                     });
                 })
             }
+            Values::Int8 { per } => {
+                let (scales, codes) = body.split_at_mut(4 * parts);
+                for (bytes, range) in scales.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape)) {
+                    let scale = largest(&x[range.clone()]);
+                    absmax::int8(&x[range.clone()], scale, &mut codes[range]);
+                    *bytes = scale.to_le_bytes();
+                }
+            }
+            Values::Nf4 { per } => {
+                let (head, packed) = body.split_at_mut(4 * parts);
+                let mut scales = head.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape));
+                let (mut of, mut scale) = (usize::MAX, f32::NAN);
+                pack(packed, x.len(), 4, |start, codes| {
+                    each_part(per.unit(shape), start, codes.len(), |part, range| {
+                        if part != of
+                            && let Some((bytes, whole)) = scales.next()
+                        {
+                            (of, scale) = (part, largest(&x[whole]));
+                            *bytes = scale.to_le_bytes();
+                        }
+                        absmax::nf4(&x[start + range.start..start + range.end], scale, &mut codes[range]);
+                    });
+                });
+            }
             Values::Sign { per } => {
                 let (head, packed) = body.split_at_mut(4 * parts);
                 let mut scales = head.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape)).peekable();
@@ -216,21 +292,14 @@ impl Compressor for Values {
     }
 
     fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError> {
-        match fold {
-            Fold::Replace => {
-                self.restore(body, shape, |start, tile| out[start..start + tile.len()].copy_from_slice(tile))
-            }
-            Fold::Add => self.restore(body, shape, |start, tile| {
-                out[start..start + tile.len()].iter_mut().zip(tile).for_each(|(y, x)| *y += x);
-            }),
-        }
+        self.read_tiles(body, shape, fold, 0, out)
     }
 }
 
 /// Calls `f` with each part that overlaps the elements `start..start + len`, and with its elements, counted from
 /// `start`.
 #[inline(always)]
-fn each_part(unit: usize, start: usize, len: usize, mut f: impl FnMut(usize, std::ops::Range<usize>)) {
+fn each_part(unit: usize, start: usize, len: usize, mut f: impl FnMut(usize, Range<usize>)) {
     let mut at = 0;
     while at < len {
         let part = (start + at) / unit;
@@ -252,11 +321,17 @@ fn pack(packed: &mut [u8], len: usize, bits: usize, mut f: impl FnMut(usize, &mu
     }
 }
 
-/// Calls `f` with each tile of codes.
+/// Calls `f` with each of these tiles of codes.
 #[inline(always)]
-fn codes(packed: &[u8], len: usize, bits: usize, mut f: impl FnMut(usize, &[u8])) -> Result<(), MessageError> {
+fn codes(
+    packed: &[u8],
+    len: usize,
+    bits: usize,
+    tiles: Range<usize>,
+    mut f: impl FnMut(usize, &[u8]),
+) -> Result<(), MessageError> {
     let mut codes = [0; TILE];
-    for (i, packed) in packed.chunks(planes::bytes(TILE, bits)).enumerate() {
+    for (i, packed) in packed.chunks(planes::bytes(TILE, bits)).enumerate().take(tiles.end).skip(tiles.start) {
         let count = TILE.min(len - i * TILE);
         if !planes::unpack(packed, count, bits, &mut codes) {
             return Err(MessageError::Padding);
@@ -284,6 +359,12 @@ pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
 #[inline(always)]
 fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))
+}
+
+/// The largest |x|; NaN if a value is not finite.
+fn largest(x: &[f32]) -> f32 {
+    let bits = wide!(largest_bits(x));
+    if bits < f32::INFINITY.to_bits() { f32::from_bits(bits) } else { f32::NAN }
 }
 
 /// Numbers from 2^23 on have no fraction: adding 2^23 rounds to the nearest integer, which is then in the low bits.

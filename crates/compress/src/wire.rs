@@ -19,6 +19,8 @@
 //! | `fp8` | G scales (f32, powers of two), n bytes |
 //! | `quant:b` | G pairs of f32, minimum and step; codes of b bits: b·⌈n/8⌉ bytes |
 //! | `sign` | G scales (f32); codes of 1 bit (1: negative): ⌈n/8⌉ bytes |
+//! | `int8` | G scales (f32), n bytes in two's complement |
+//! | `nf4` | G scales (f32); codes of 4 bits: 4·⌈n/8⌉ bytes |
 //! | `topk` | indices of k elements below n; then the k values, as a vector, by the scheme after the `+` (none: f32) |
 //! | `randk` | the two words of the key (u32) and the first counter (u64) that draw the indices; then the k values, likewise |
 //! | `powersgd:r` | the factors P (rows·r), row by row, and Q (cols·r), column by column, f32; nothing of an empty matrix |
@@ -60,6 +62,10 @@ pub enum Method {
     RandomK = 6,
     /// `powersgd`
     PowerSgd = 7,
+    /// `int8`
+    Int8 = 8,
+    /// `nf4`
+    Nf4 = 9,
     /// A compressor from another crate.
     Custom = 255,
 }
@@ -68,6 +74,11 @@ pub enum Method {
 pub(crate) fn floats(body: &[u8], count: usize) -> (impl Iterator<Item = f32>, &[u8]) {
     let (head, rest) = body.split_at(4 * count);
     (head.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes)), rest)
+}
+
+/// The f32 with this number.
+pub(crate) fn float_at(floats: &[u8], at: usize) -> f32 {
+    f32::from_le_bytes(floats.as_chunks::<4>().0[at])
 }
 
 /// Writes f32s to the front of a body and returns the rest of it.

@@ -1,7 +1,8 @@
 use super::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{
-    Compressor, Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, compress_into, restore, wire_bytes,
+    Compressor, Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, TILE, compress_into, restore, restore_tiles,
+    wire_bytes,
 };
 use meshwork_core::BufferError;
 use meshwork_tensor::kernel::Compression;
@@ -66,7 +67,15 @@ impl Compression for Cpu {
         at: usize,
     ) -> Result<()> {
         let to = part(out.as_mut_slice::<f32>()?, at, shape.len())?;
-        restore(message.as_slice::<u8>()?, scheme, shape, fold, to).map_err(failed("unpack"))
+        let message = message.as_slice::<u8>()?;
+        let (&Scheme::Values(values), true) = (scheme, to.len() > PIECE) else {
+            return restore(message, scheme, shape, fold, to).map_err(failed("unpack"));
+        };
+        let mut restored: Vec<_> = to.chunks(PIECE).map(|_| Ok(())).collect();
+        for_each(to.chunks_mut(PIECE).zip(&mut restored).enumerate(), |(piece, (to, restored))| {
+            *restored = restore_tiles(message, values, shape, fold, piece * (PIECE / TILE), to);
+        });
+        restored.into_iter().collect::<Result<_, _>>().map_err(failed("unpack"))
     }
 
     fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer> {

@@ -79,10 +79,10 @@ pub(crate) fn require_same_model(plan: &ModelPlan, parameters: &[ParamSpec], ran
     fact("the fields of a sample", &model.fields());
     fact("the metrics", &model.metrics());
     fact("the number of parameters", &parameters.len());
-    for ParamSpec { name, dims, placement, role, init, group } in parameters {
+    for ParamSpec { name, dims, placement, role, init, group, packed } in parameters {
         fact(&format!("the shape of parameter {name}"), dims);
         fact(&format!("the placement of parameter {name}"), placement);
-        fact(&format!("the role, initial values and update of parameter {name}"), &(role, init, group));
+        fact(&format!("the role, initial values, update and form of parameter {name}"), &(role, init, group, packed));
     }
     Ok(all.compare(rank.world())?)
 }

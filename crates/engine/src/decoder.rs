@@ -88,7 +88,7 @@ impl Decoder {
         let model_plan = decoding.map_or(Ok(trained), plan_of)?;
         let device = model_plan.device(device);
         let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
-        let layout = [declarations.ids().collect::<Vec<_>>()];
+        let layout = declarations.flats();
         let (mesh, coords) = (rank.mesh(), rank.coords());
         let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;
         for id in declarations.ids() {

@@ -125,7 +125,7 @@ impl Layout {
 
     /// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has a
     /// buffer of its own, so that its layout is the same on every rank that holds it. Behind the buckets lie frozen
-    /// parameters: the buffers of statistics in one flat buffer, the others in another.
+    /// parameters: the buffers of statistics in one flat buffer, those that are packed in another, the rest in a third.
     fn buckets(&self, tied: &[TiedWeight], plan: &Plan) -> Result<(Vec<Vec<ParamId>>, Vec<BucketKey>), PlanError> {
         let (declarations, ready) = (&self.declarations, &self.trace.ready);
         let unread = |id: &ParamId| !declarations.spec(*id).group.frozen && !ready.contains(id);
@@ -153,7 +153,9 @@ impl Layout {
         let updated = |id: &ParamId| declarations.statistics().iter().any(|of| of.buffers.contains(id));
         let frozen = declarations.ids().filter(|&id| declarations.spec(id).group.frozen);
         let (buffers, others): (Vec<ParamId>, Vec<ParamId>) = frozen.partition(updated);
-        flats.extend([buffers, others].into_iter().filter(|frozen| !frozen.is_empty()));
+        let (packed, others): (Vec<_>, Vec<_>) =
+            others.into_iter().partition(|&id| declarations.spec(id).packed.is_some());
+        flats.extend([buffers, others, packed].into_iter().filter(|frozen| !frozen.is_empty()));
         Ok((flats, keys))
     }
 

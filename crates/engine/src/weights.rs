@@ -176,6 +176,7 @@ impl WeightStore {
             self.states.elements.read(self.layout.span(id).flat, state, start + range.start..start + range.end)
         };
         let host = match storage {
+            Storage::Weights(id) if self.params().is_packed(id) => Buffer::from_slice(&self.params().read(id)?[range]),
             Storage::Weights(id) => {
                 let (flat, start) = (self.layout.span(id).flat, self.layout.place_in(id, Vector::Weights).start);
                 let range = start + range.start..start + range.end;

@@ -162,6 +162,22 @@ pub fn values_are_those_of_the_cpu() {
             launch!("quant_unpack", [count, 0], &planes, &pairs, bits, unit, &mut out, 1, count);
             assert_bits("quant", &out, &restored(&scheme));
         }
+        let (absmax, mut scales, mut codes) = (scheme("int8"), vec![9_u8; 4 * parts], vec![9_u8; count]);
+        launch!("absmax_scales", [parts, 1], &x, count, unit, &mut scales);
+        launch!("int8_pack", [count, 0], &x, &scales, unit, &mut codes, count);
+        assert_eq!([&scales[..], &codes].concat(), body(&absmax, shape, &x), "{absmax}");
+        let mut out = values("out", count);
+        launch!("int8_unpack", [count, 0], &codes, &scales, unit, &mut out, 1, count);
+        assert_bits("int8", &out, &restored(&absmax));
+        let (absmax, bytes) = (scheme("nf4"), 4 * count.div_ceil(8));
+        let mut planes = vec![9_u8; bytes];
+        launch!("nf4_codes", [count, 0], &x, &scales, unit, &mut codes, count);
+        launch!("planes_pack", [bytes, 0], &codes, 4_usize, &mut planes, bytes, count);
+        assert_eq!([&scales[..], &planes].concat(), body(&absmax, shape, &x), "{absmax}");
+        let mut out = values("out", count);
+        launch!("nf4_unpack", [count, 0], &planes, &scales, unit, &mut out, 1, count);
+        assert_bits("nf4", &out, &restored(&absmax));
+
         let (scheme, bytes) = (scheme("sign"), count.div_ceil(8));
         let (mut scales, mut codes, mut planes) = (vec![9_u8; 4 * parts], vec![9_u8; count], vec![9_u8; bytes]);
         launch!("sign_scales", [16 * parts, 0], &x, count, unit, &mut scales, parts);

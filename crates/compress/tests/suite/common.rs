@@ -4,7 +4,7 @@ use meshwork_compress::{Compressor, Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::random::{key, uniform};
 
 /// One scheme of each kind and option.
-pub const SCHEMES: [&str; 20] = [
+pub const SCHEMES: [&str; 24] = [
     "none",
     "bf16",
     "fp8:e4m3",
@@ -16,6 +16,10 @@ pub const SCHEMES: [&str; 20] = [
     "quant:3/block100/stochastic",
     "sign",
     "sign/block10",
+    "int8",
+    "int8/block10",
+    "nf4/row",
+    "nf4/block64",
     "topk:0.1",
     "topk:0.5/row",
     "topk:3/block20",

@@ -41,7 +41,8 @@ proptest! {
             let bound = slack * scheme.guarantee(shape).error;
             prop_assert!(error <= (bound + 1e-6) * square(x.iter().copied()), "{} {}: {} above {}", text, shape, error, bound);
         }
-        if matches!(text.split([':', '/']).next(), Some("none" | "bf16" | "fp8" | "sign")) || text.starts_with("topk") && !text.contains("quant") {
+        let again = ["none", "bf16", "fp8", "sign", "int8", "nf4"].contains(&text.split([':', '/']).next().unwrap());
+        if again || text.starts_with("topk") && !text.contains("quant") {
             prop_assert_eq!(bits(&lossy(&scheme, &restored, shape, draws(1))), bits(&restored), "{} {} again", text, shape);
         }
     }

@@ -48,7 +48,7 @@ fn errors_say_what_is_valid() {
         let error = text.parse::<Scheme>().unwrap_err().to_string();
         assert!(error.contains(problem), "{text}: {error}");
         assert!(
-            error.contains("; valid are none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to 8), sign, topk:"),
+            error.contains("; valid are none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to 8), sign, int8, nf4, topk:"),
             "{error}"
         );
     }
@@ -79,6 +79,8 @@ fn any_values(rows: bool) -> impl Strategy<Value = Values> {
         (format, any_per(rows)).prop_map(|(format, per)| Values::Fp8 { format, per }),
         (1..=8_u8, any_per(rows), rounding).prop_map(|(bits, per, rounding)| Values::Quantize { bits, per, rounding }),
         any_per(rows).prop_map(|per| Values::Sign { per }),
+        any_per(rows).prop_map(|per| Values::Int8 { per }),
+        any_per(rows).prop_map(|per| Values::Nf4 { per }),
     ]
 }
 

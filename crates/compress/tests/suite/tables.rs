@@ -1,7 +1,9 @@
 //! Tables that can be checked by hand, and oracles.
 
 use crate::common::{bits, compress, draws, lossy, scheme, values};
-use meshwork_compress::{Choice, Compressor, Keep, Per, Shape, Sparse, Values, wire_bytes};
+use meshwork_compress::{
+    Choice, Compressor, Fold, Keep, Message, Per, Scheme, Shape, Sparse, TILE, Values, restore_tiles, wire_bytes,
+};
 
 fn vector(len: usize) -> Shape {
     Shape::vector(len).unwrap()
@@ -49,6 +51,8 @@ fn sizes_in_bytes() {
     assert_eq!(bytes("quant:4", 10, 100), 8 + 500);
     assert_eq!(bytes("quant:4/block64", 10, 100), 8 * 16 + 500);
     assert_eq!(bytes("sign", 10, 100), 4 + 125);
+    assert_eq!(bytes("int8/block64", 10, 100), 4 * 16 + 1000);
+    assert_eq!(bytes("nf4/block64", 10, 100), 4 * 16 + 500);
     // 100 of 1000, w = 3: 38 bytes of low bits, ⌈(100 + 125) / 8⌉ = 29 of rests, below the bitmap's 125.
     assert_eq!(bytes("topk:0.1", 10, 100), 67 + 400);
     assert_eq!(bytes("topk:0.1+quant:8", 10, 100), 67 + 8 + 8 * 13);
@@ -190,4 +194,96 @@ fn drawn_indices_are_drawn_alike() {
     let near = |count: f64, p: f64| (count - 10_000.0 * p).abs() < 5.0 * (10_000.0 * p * (1.0 - p)).sqrt();
     assert!(singles.iter().all(|&count| near(count, 3.0 / 7.0)), "{singles:?}");
     assert!((0..7).all(|a| (0..7).all(|b| a == b || near(pairs[a][b], 1.0 / 7.0))), "{pairs:?}");
+}
+
+/// Even steps of the largest magnitude; the nearest of NF4's numbers: a code is the number of middles below.
+#[test]
+fn codes_in_units_of_the_largest_magnitude() {
+    // 127 · 0.3 / 2 = 19.05, and 127 · 0.51 / 2 = 32.4.
+    assert_eq!(body("int8", &[0.3, -2.0, 0.51, 0.0]), [floats(&[2.0]), vec![19, 129, 32, 0]].concat());
+    assert_eq!(
+        bits(&lossy(&scheme("int8"), &[0.3, -2.0, 0.51], vector(3), draws(0))),
+        bits(&[19.0 / 127.0 * 2.0, -2.0, 32.0 / 127.0 * 2.0])
+    );
+    // Codes 15, 0, 7 and 8: planes of one byte.
+    assert_eq!(body("nf4", &[4.0, -4.0, 0.1, 0.3]), [floats(&[4.0]), vec![0b0101, 0b0101, 0b0101, 0b1001]].concat());
+    // Parts of nothing but zeros.
+    for text in ["int8/block2", "nf4/block2"] {
+        assert_eq!(bits(&lossy(&scheme(text), &[0.0, -0.0, 1.0], vector(3), draws(0))), bits(&[0.0, 0.0, 1.0]));
+    }
+}
+
+/// The numbers of NF4, by restoring all codes, against the quantiles that the paper defines (Dettmers et al., 2023,
+/// section 3 and appendix E): of N(0, 1) at 8 even places from 1 - δ down to 1/2 and at 7 from δ up,
+/// δ = (1/32 + 1/30) / 2, and zero; divided by the largest.
+#[test]
+fn the_numbers_of_nf4_are_quantiles() {
+    let message = [&compress(&scheme("nf4"), &[1.0; 16], vector(16), draws(0)).as_bytes()[..20], &planes()].concat();
+    let mut numbers = [0.0_f32; 16];
+    let received = Message::received(message);
+    received.restore(&scheme("nf4"), vector(16), Fold::Replace, &mut numbers).unwrap();
+    let offset = 1.0 - (1.0 / 32.0 + 1.0 / 30.0) / 2.0;
+    let place = |at: usize, count: usize| offset + (0.5 - offset) * at as f64 / count as f64;
+    let largest = quantile(offset);
+    let mut wanted: Vec<f64> = (0..8).map(|at| quantile(place(at, 8)) / largest).collect();
+    wanted.push(0.0);
+    wanted.extend((0..7).map(|at| -quantile(place(at, 7)) / largest));
+    wanted.sort_by(f64::total_cmp);
+    for (number, wanted) in numbers.iter().zip(&wanted) {
+        assert!((f64::from(*number) - wanted).abs() < 1e-6, "{numbers:?} and {wanted:?}");
+    }
+    // The paper's own digits, of which the ends and zero are exact.
+    assert_eq!([numbers[0], numbers[7], numbers[15]], [-1.0, 0.0, 1.0]);
+    assert_eq!([numbers[1], numbers[8], numbers[14]], [-0.696_192_8, 0.079_580_3, 0.722_956_84]);
+}
+
+/// The planes of the codes 0 to 15: bit j of byte i of a plane belongs to element 2·j + i.
+fn planes() -> Vec<u8> {
+    let bit = |plane: usize, byte: usize| (0..8).map(|j| ((2 * j + byte) >> plane & 1) << j).sum::<usize>() as u8;
+    (0..4).flat_map(|plane| [bit(plane, 0), bit(plane, 1)]).collect()
+}
+
+/// The place below which a normal distribution has this share, by bisection of its integral (Simpson's rule).
+fn quantile(share: f64) -> f64 {
+    let density = |x: f64| (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    let below = |x: f64| {
+        let (parts, step) = (200, x / 200.0);
+        let weight = |at: usize| {
+            if at == 0 || at == parts {
+                1.0
+            } else if at % 2 == 1 {
+                4.0
+            } else {
+                2.0
+            }
+        };
+        0.5 + (0..=parts).map(|at| weight(at) * density(at as f64 * step)).sum::<f64>() * step / 3.0
+    };
+    let (mut low, mut high) = (0.0, 4.0);
+    for _ in 0..60 {
+        let middle = 0.5 * (low + high);
+        if below(middle) < share { low = middle } else { high = middle }
+    }
+    low
+}
+
+/// Tiles of a message, as threads share them, are those of the whole.
+#[test]
+fn a_message_is_restored_in_tiles() {
+    let (shape, x) = (vector(3 * TILE + 77), values("tiles", 3 * TILE + 77));
+    for text in crate::common::SCHEMES {
+        let Scheme::Values(of) = scheme(text) else { continue };
+        let message = compress(&Scheme::Values(of), &x, shape, draws(1));
+        let mut whole = vec![0.0; x.len()];
+        message.restore(&of, shape, Fold::Replace, &mut whole).unwrap();
+        for (first, len) in [(0, TILE), (1, 2 * TILE), (2, TILE + 77), (3, 77), (0, x.len()), (4, 0)] {
+            let mut out = vec![9.0; len];
+            restore_tiles(message.as_bytes(), of, shape, Fold::Replace, first, &mut out).unwrap();
+            assert_eq!(bits(&out), bits(&whole[(first * TILE).min(x.len())..][..len]), "{text} from {first}");
+        }
+        for (first, len) in [(0, TILE - 1), (3, 78), (4, 1)] {
+            let wrong = restore_tiles(message.as_bytes(), of, shape, Fold::Replace, first, &mut vec![0.0; len]);
+            assert!(wrong.unwrap_err().to_string().contains("the restored tiles"), "{text} from {first}");
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! The device's memory and precision.
 
 use super::oracle::values;
+use meshwork_compress::{Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::{Buffer, DType};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape};
@@ -57,4 +58,27 @@ fn the_precision_is_that_of_the_device() -> Result<()> {
         assert!((1e-4..0.1).contains(&error), "{error} off");
     }
     Ok(())
+}
+
+/// A message of several pieces, which threads restore: as one thread does.
+#[test]
+fn pieces_of_a_message_are_restored_as_the_whole() {
+    let (cpu, x) = (Cpu::default(), values::<f32>("x", 100_001));
+    let shape = Shape::vector(x.len()).unwrap();
+    for text in ["nf4/block64", "int8/block100", "quant:3", "bf16", "topk:0.1"] {
+        let (scheme, draws): (Scheme, _) = (text.parse().unwrap(), Draws::new(1, "x", 0));
+        let message = Message::compress(&scheme, &x, shape, draws, &mut []).unwrap();
+        let mut wanted = vec![0.5; x.len()];
+        message.restore(&scheme, shape, Fold::Add, &mut wanted).unwrap();
+        let mut out = Buffer::from_vec(vec![0.5_f32; x.len() + 3]);
+        let bytes = Buffer::from_vec(message.into_bytes());
+        cpu.compression().unwrap().unpack(&scheme, shape, &bytes, Fold::Add, &mut out, 2).unwrap();
+        let got = out.as_slice::<f32>().unwrap();
+        assert_eq!(&got[2..x.len() + 2], wanted, "{text}");
+        assert_eq!((got[0], got[1], got[x.len() + 2]), (0.5, 0.5, 0.5), "{text}");
+        let mut other = bytes.as_slice::<u8>().unwrap().to_vec();
+        other[4] ^= 1; // of another shape
+        let wrong = cpu.compression().unwrap().unpack(&scheme, shape, &Buffer::from_vec(other), Fold::Add, &mut out, 2);
+        assert!(wrong.unwrap_err().to_string().contains("its scheme or shape is not"), "{text}");
+    }
 }

@@ -66,6 +66,16 @@ impl CudaDevice {
                 )?;
                 self.pack_planes(&codes, bits, to.offset(8 * parts))
             }
+            Values::Int8 { .. } => {
+                launch!(self, OP, "absmax_scales", of_parts; x, count, unit, to)?;
+                launch!(self, OP, "int8_pack", sizes; x, to, unit, to.offset(4 * parts), count)
+            }
+            Values::Nf4 { .. } => {
+                let codes = self.scratch(DType::U8, count)?;
+                launch!(self, OP, "absmax_scales", of_parts; x, count, unit, to)?;
+                launch!(self, OP, "nf4_codes", sizes; x, to, unit, &codes, count)?;
+                self.pack_planes(&codes, 4, to.offset(4 * parts))
+            }
             Values::Sign { .. } => {
                 let codes = self.scratch(DType::U8, count)?;
                 launch!(self, OP, "sign_scales", [16 * parts, 0]; x, count, unit, to, parts)?;
@@ -99,6 +109,8 @@ impl CudaDevice {
                 let bits = usize::from(bits);
                 launch!(self, OP, "quant_unpack", sizes; behind_pairs, from, bits, unit, to, add, count)
             }
+            Values::Int8 { .. } => launch!(self, OP, "int8_unpack", sizes; behind_scales, from, unit, to, add, count),
+            Values::Nf4 { .. } => launch!(self, OP, "nf4_unpack", sizes; behind_scales, from, unit, to, add, count),
             Values::Sign { .. } => launch!(self, OP, "sign_unpack", sizes; behind_scales, from, unit, to, add, count),
         }
     }

@@ -22,6 +22,10 @@ const SCHEMES: &[&str] = &[
     "sign",
     "sign/row",
     "sign/block9",
+    "int8",
+    "int8/block33",
+    "nf4/row",
+    "nf4/block64",
     "topk:0.1",
     "topk:3",
     "topk:0.7/row",
@@ -78,7 +82,7 @@ fn what_is_not_finite_is_sent_as_on_the_cpu() {
     let mut x = values("x", 120).as_slice::<f32>().unwrap().to_vec();
     (x[5], x[40], x[95]) = (f32::INFINITY, f32::NAN, f32::NEG_INFINITY);
     let x = Buffer::from_vec(x);
-    for text in ["fp8:e4m3/row", "quant:4/row", "sign/row", "topk:0.1"] {
+    for text in ["fp8:e4m3/row", "quant:4/row", "sign/row", "int8/row", "nf4/row", "topk:0.1"] {
         let scheme: Scheme = text.parse().unwrap();
         let bytes = wire_bytes(&scheme, shape).unwrap();
         let restored = |device: &dyn Device| -> Result<Vec<f32>> {

@@ -42,25 +42,27 @@ impl Trainer {
     /// Whether the squares of this rank's weights have a finite sum. In f64, squares of finite f32 numbers do.
     fn are_finite(&self, params: &Params) -> Result<bool> {
         let mut sum = self.device.zeros(DType::F64, 1)?;
-        for flat in params.flats() {
-            for start in (0..flat.count()).step_by(PIECE) {
-                let piece = flat.slice(start..flat.count().min(start + PIECE))?;
+        let mut add = |values: &Buffer| -> Result<()> {
+            for start in (0..values.count()).step_by(PIECE) {
+                let piece = values.slice(start..values.count().min(start + PIECE))?;
                 let piece = match piece.dtype() {
                     DType::F32 => piece,
                     _ => self.device.pointwise()?.cast(&piece, DType::F32)?,
                 };
                 self.device.optim()?.sum_of_squares(std::slice::from_ref(&piece), &mut sum, 0)?;
             }
-        }
+            Ok(())
+        };
+        params.flats().iter().filter(|flat| flat.dtype() != DType::U8).try_for_each(&mut add)?;
+        let mut packed = params.declarations().ids().filter(|&id| params.is_packed(id));
+        packed.try_for_each(|id| add(params.value(id)?.buffer()))?;
         Ok(self.device.download(&sum)?.as_slice::<f64>()?.iter().all(|sum| sum.is_finite()))
     }
 
     /// The first parameter here, in the order of the declarations, with an element that is not finite.
     fn first_not_finite(&self, params: &Params) -> Result<Option<ParamId>> {
         for id in params.declarations().ids() {
-            let flat = params.place(id).0;
-            let values: Buffer = params.download(id, &params.flats()[flat], &params.window(flat))?;
-            if !meshwork_tensor::param::host_floats(&values)?.iter().all(|value| value.is_finite()) {
+            if !params.read(id)?.iter().all(|value| value.is_finite()) {
                 return Ok(Some(id));
             }
         }

@@ -97,7 +97,7 @@ impl Architecture {
                 of.entry(held.weight.name.clone()).or_default().push(adapter);
             }
         }
-        Ok(Adapters { rank: lora.rank, scale: lora.scale(), dropout: lora.dropout, of })
+        Ok(Adapters { rank: lora.rank, scale: lora.scale(), dropout: lora.dropout, of, base: None })
     }
 
     /// The parameters of these adapters, with their parts in the files of PEFT, in the order of the layers.

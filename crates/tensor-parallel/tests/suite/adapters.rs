@@ -24,7 +24,7 @@ fn adapters(matrices: &[Option<usize>]) -> Arc<Adapters> {
         |part: &str, matrix: &Option<usize>| format!("{part}{}", matrix.map_or(String::new(), |at| at.to_string()));
     let of = |matrix| AdapterSpec { a: name("a", matrix), b: name("b", matrix), matrix: *matrix };
     let of = BTreeMap::from([("up.weight".to_owned(), matrices.iter().map(of).collect())]);
-    Arc::new(Adapters { rank: RANK, scale: SCALE, dropout: 0.0, of })
+    Arc::new(Adapters { rank: RANK, scale: SCALE, of, ..Adapters::default() })
 }
 
 /// A and B of the equation.

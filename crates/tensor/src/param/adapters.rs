@@ -14,6 +14,7 @@
 
 use super::{Declarations, Init, Matrices, ParamGroup, ParamId, ParamSpec, Placement, Role};
 use crate::error::{Error, Result};
+use meshwork_compress::Values;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -28,6 +29,8 @@ pub struct Adapters {
     pub dropout: f32,
     /// The adapters of each weight, by the name of the weight.
     pub of: BTreeMap<String, Vec<AdapterSpec>>,
+    /// How the frozen matrices of the model are stored, if in fewer bits (QLoRA).
+    pub base: Option<Values>,
 }
 
 /// An adapter of a weight.
@@ -69,6 +72,12 @@ impl Adapters {
     /// The adapters of the weight of this name; none if it has none.
     pub fn of(&self, weight: &str) -> &[AdapterSpec] {
         self.of.get(weight).map_or(&[], Vec::as_slice)
+    }
+
+    /// The form in which a frozen parameter is [stored](ParamSpec::packed): a matrix of a linear layer as
+    /// [`base`](Self::base) says, whether it has an adapter or not.
+    pub fn packing(&self, spec: &ParamSpec) -> Option<Values> {
+        self.base.filter(|_| spec.role == Role::Weight && spec.group.matrices.is_some())
     }
 
     /// Whether a parameter of this name is A or B of an adapter.
@@ -130,6 +139,7 @@ impl AdapterSpec {
             role: Role::Weight,
             init,
             group: ParamGroup::hidden(Matrices::new(0, columns)),
+            packed: None,
         };
         let a = spec(&self.a, [&[rank], input].concat(), input.len(), of_a, Init::Uniform { bound });
         let b = spec(&self.b, [&out[..], &[rank]].concat(), 1, of_b, Init::Zeros);
@@ -275,10 +285,37 @@ mod tests {
         assert_eq!(between, [0., 0., 0., 2., 4., 6., 0., 0., 0., 20., 40., 60.]);
     }
 
+    /// As QLoRA: matrices of linear layers, with an adapter or without; no table, no norm, no adapter.
+    #[test]
+    fn frozen_matrices_alone_are_stored_in_fewer_bits() {
+        let base = Some(Values::Bf16);
+        let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);
+        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, of, base, ..Adapters::default() });
+        let mut all = Declarations::new();
+        let whole = Placement::replicated;
+        all.adapting(&adapters, |all| {
+            let matrix = ParamGroup::hidden(Matrices::new(0, 1));
+            let id = all.declare_in("w", &[4, 8], whole(), Role::Weight, Init::Zeros, matrix)?;
+            all.declare_in("without", &[4, 8], whole(), Role::Weight, Init::Zeros, matrix)?;
+            all.declare("table", &[4, 8], whole(), Role::Weight, Init::Zeros)?;
+            all.declare("norm", &[8], whole(), Role::Norm, Init::Ones)?;
+            all.adapters_of(id).map(drop)
+        })
+        .unwrap();
+        all.declare_in("outside", &[4, 8], whole(), Role::Weight, Init::Zeros, ParamGroup::hidden(Matrices::new(0, 1)))
+            .unwrap();
+        let packed: Vec<&str> = all.specs().iter().filter(|spec| spec.packed == base).map(|spec| &*spec.name).collect();
+        assert_eq!(packed, ["w", "without"]);
+        let flats = all.flats();
+        let names = |flat: &[crate::ParamId]| flat.iter().map(|&id| all.spec(id).name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&flats[0]), ["table", "norm", "a", "b", "outside"]);
+        assert_eq!(names(&flats[1]), ["w", "without"]);
+    }
+
     #[test]
     fn only_adapters_are_trained() {
         let of = BTreeMap::from([("w".to_owned(), vec![adapter(None)])]);
-        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, dropout: 0.0, of });
+        let adapters = Arc::new(Adapters { rank: 2, scale: 1.0, of, ..Adapters::default() });
         let mut all = Declarations::new();
         let group = ParamGroup::hidden(Matrices::new(0, 1));
         all.adapting(&adapters, |all| {

@@ -7,6 +7,7 @@ mod adapters;
 mod gradients;
 mod group;
 mod id;
+mod packed;
 mod piece;
 mod placement;
 mod slice;
@@ -27,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::shape::Shape;
 use crate::tape::HalfType;
 use id::Registry;
+use meshwork_compress::Values;
 use meshwork_core::{Coords, DType, Mesh, Ty, Types};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -80,6 +82,8 @@ pub struct ParamSpec {
     pub init: Init,
     /// How it is updated.
     pub group: ParamGroup,
+    /// The form in which it is stored in fewer bits, as a frozen weight may be: each read restores its numbers.
+    pub packed: Option<Values>,
 }
 
 impl ParamSpec {
@@ -240,7 +244,8 @@ impl Declarations {
         init: Init,
         group: ParamGroup,
     ) -> Result<ParamId> {
-        self.declare_spec(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
+        let (name, dims) = (name.into(), Shape::new(dims));
+        self.declare_spec(ParamSpec { name, dims, placement, role, init, group, packed: None })
     }
 
     /// Declares the parameter that `spec` states: [`declare_in`](Self::declare_in).
@@ -306,7 +311,8 @@ impl Declarations {
         init: Init,
         group: ParamGroup,
     ) -> Result<ParamId> {
-        self.enter(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
+        let (name, dims) = (name.into(), Shape::new(dims));
+        self.enter(ParamSpec { name, dims, placement, role, init, group, packed: None })
     }
 
     /// Puts a declared parameter into another group: what a model of ready layers trains can so be chosen from outside
@@ -342,6 +348,7 @@ impl Declarations {
     /// The id of a parameter, new or of that name.
     fn enter(&mut self, mut spec: ParamSpec) -> Result<ParamId> {
         spec.group.frozen |= self.freezing;
+        spec.packed = self.adapters.as_ref().filter(|_| self.freezing).and_then(|adapters| adapters.packing(&spec));
         spec.require_placement()?;
         if let Some(&id) = self.by_name.get(&spec.name) {
             self.specs[id.index].require_tied(&spec)?;
@@ -393,6 +400,13 @@ impl Declarations {
     pub fn ids(&self) -> impl Iterator<Item = ParamId> + use<> {
         let registry = self.registry;
         (0..self.specs.len()).map(move |index| ParamId { index, registry })
+    }
+
+    /// A layout for [`Params::new`]: a flat buffer of all parameters, and one of those that are
+    /// [packed](ParamSpec::packed), if there are some.
+    pub fn flats(&self) -> Vec<Vec<ParamId>> {
+        let (plain, packed): (Vec<_>, Vec<_>) = self.ids().partition(|id| self.specs[id.index].packed.is_none());
+        [plain, packed].into_iter().filter(|flat| !flat.is_empty()).collect()
     }
 
     /// One declaration.

@@ -2,6 +2,7 @@
 //!
 //! More than 400 lines, with the tests of what each rank gets of an initial value.
 
+use super::packed::Packed;
 use super::{Declarations, Init, LocalSlice, ParamId, ParamSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -18,7 +19,8 @@ use std::sync::Arc;
 /// vectors. Each parameter is a slice of a buffer. Readers share memory; writing needs that there are no readers.
 ///
 /// Of a flat buffer a rank may store a [window](Self::window) alone, where other ranks have the rest. Its parameters
-/// are then [brought together](Gather) when they are read.
+/// are then [brought together](Gather) when they are read. A flat buffer of [packed](ParamSpec::packed) parameters has
+/// bytes, and each read restores the numbers of a parameter in memory of their own.
 #[derive(Clone, Debug)]
 pub struct Params {
     declarations: Arc<Declarations>,
@@ -29,6 +31,8 @@ pub struct Params {
     gather: Option<Arc<dyn Gather>>,
     /// Per parameter: (flat, range within it, local shape).
     places: Vec<(usize, Range<usize>, Shape)>,
+    /// Per parameter: where its bytes are, if it is packed.
+    packed: Vec<Option<Packed>>,
     updates: u64,
     device: Arc<dyn Device>,
 }
@@ -61,7 +65,10 @@ impl Params {
     }
 
     /// The same, of which only these windows of the flat buffers are stored; of buffers without a window all is. A
-    /// window may reach beyond the last parameter: what lies there is zero.
+    /// window may reach beyond the last parameter: what lies there is zero. Of packed parameters it is all or nothing.
+    ///
+    /// # Errors
+    /// Packed parameters in a flat buffer with others; a mesh that cuts their blocks.
     pub fn in_windows(
         declarations: Arc<Declarations>,
         mesh: &Mesh,
@@ -71,23 +78,35 @@ impl Params {
         windows: &[Range<usize>],
         seed: u64,
     ) -> Result<Self> {
-        declarations.specs().iter().try_for_each(|spec| require_fit(spec, declarations.reduction_blocks(), mesh))?;
+        for spec in declarations.specs() {
+            require_fit(spec, declarations.reduction_blocks(), mesh)?;
+            spec.require_whole_blocks(mesh)?;
+        }
         let _category = device.meter().enter(Category::Parameters);
         let mut places = vec![None; declarations.specs().len()];
+        let mut packed = vec![None; places.len()];
         let (mut flats, mut held) = (Vec::new(), Vec::with_capacity(layout.len()));
         for (flat, members) in layout.iter().enumerate() {
-            let mut end = 0;
+            let (mut end, mut bytes) = (0, 0);
             for &id in members {
                 declarations.require_own(id)?;
                 let local = declarations.spec(id).local(mesh, coords);
                 let range = end..end + local.stored.count();
                 end = range.end;
+                packed[id.index()] = Packed::new(declarations.spec(id), &local, bytes)?;
+                bytes = packed[id.index()].as_ref().map_or(bytes, Packed::end);
                 if places[id.index()].replace((flat, range, local)).is_some() {
                     return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
                 }
             }
             let window = windows.get(flat).cloned().unwrap_or(0..end);
-            flats.push(device.zeros(flat_dtype(&declarations, members), window.len())?);
+            let are_packed = require_alike(&declarations, members)?;
+            if are_packed && !window.is_empty() {
+                flats.push(device.zeros(DType::U8, bytes)?);
+            } else {
+                members.iter().for_each(|id| packed[id.index()] = None);
+                flats.push(device.zeros(flat_dtype(&declarations, members), window.len())?);
+            }
             held.push(window);
         }
         let places: Vec<_> = places
@@ -97,10 +116,12 @@ impl Params {
             .collect::<Result<_>>()?;
         if device.has_values() {
             let mut values = Vec::new();
-            for (spec, (flat, range, local)) in declarations.specs().iter().zip(&places) {
+            for ((spec, (flat, range, local)), packed) in declarations.specs().iter().zip(&places).zip(&packed) {
                 let (flat, window) = (&mut flats[*flat], &held[*flat]);
                 let here = shared(range, window);
-                if flat.is_host() && here == *range && flat.dtype() == DType::F32 {
+                if let Some(packed) = packed {
+                    packed.write(&**device, &spec.initial(local, seed), flat)?;
+                } else if flat.is_host() && here == *range && flat.dtype() == DType::F32 {
                     let to = from(window.start, here);
                     initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[to]);
                 } else if !here.is_empty() {
@@ -118,6 +139,7 @@ impl Params {
             places: places.into_iter().map(|(flat, range, local)| (flat, range, local.stored)).collect(),
             declarations,
             flats,
+            packed,
             windows: held,
             gather: None,
             updates: 0,
@@ -146,7 +168,7 @@ impl Params {
     }
 
     /// The value of a parameter, sharing memory: with that of the flat buffer, or, of one that is stored in part, with
-    /// what brings it together.
+    /// what brings it together. A packed one is restored in memory of its own.
     ///
     /// # Errors
     /// An id that other declarations gave; of a flat buffer that is stored in part, those of [`Gather::whole`].
@@ -154,8 +176,9 @@ impl Params {
         self.declarations.require_own(id)?;
         let (flat, range, shape) = &self.places[id.index()];
         let (buffer, window) = (&self.flats[*flat], &self.windows[*flat]);
-        let value = match &self.gather {
-            Some(gather) if !self.is_whole(id) => gather.whole(*flat, buffer)?.slice(range.clone())?,
+        let value = match (&self.gather, &self.packed[id.index()]) {
+            (Some(gather), _) if !self.is_whole(id) => gather.whole(*flat, buffer)?.slice(range.clone())?,
+            (_, Some(packed)) => packed.restore(&*self.device, buffer, self.declarations.dtype())?,
             _ => buffer.slice(from(window.start, shared(range, window)))?,
         };
         Tensor::from_buffer(&self.device, value, *shape)
@@ -165,6 +188,16 @@ impl Params {
     pub fn is_whole(&self, id: ParamId) -> bool {
         let flat = self.places[self.index(id)].0;
         self.gather.as_ref().is_none_or(|gather| !gather.is_shared(flat))
+    }
+
+    /// Whether a parameter is stored here in fewer bits, so that each read restores it.
+    pub fn is_packed(&self, id: ParamId) -> bool {
+        self.packed[self.index(id)].is_some()
+    }
+
+    /// Whether a read of a parameter shares memory that is there anyway; else it is made for the read.
+    pub fn is_kept(&self, id: ParamId) -> bool {
+        self.is_whole(id) && !self.is_packed(id)
     }
 
     /// The elements of a flat buffer that are stored here.
@@ -183,7 +216,12 @@ impl Params {
     /// Downloads the elements of a parameter that are stored here, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
         let flat = self.places[self.index(id)].0;
-        host_floats(&self.download(id, &self.flats[flat], &self.windows[flat])?)
+        match &self.packed[id.index()] {
+            Some(packed) => {
+                host_floats(&self.device.download(&packed.restore(&*self.device, &self.flats[flat], DType::F32)?)?)
+            }
+            None => host_floats(&self.download(id, &self.flats[flat], &self.windows[flat])?),
+        }
     }
 
     /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in
@@ -207,7 +245,16 @@ impl Params {
     pub fn write_part(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
         let flat = self.places[self.index(id)].0;
         let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
-        let written = self.write_into(id, &mut buffer, &self.windows[flat], values);
+        let written = match &self.packed[id.index()] {
+            Some(packed) if values.len() == self.places[id.index()].1.len() => {
+                packed.write(&*self.device, values, &mut buffer)
+            }
+            Some(_) => {
+                let (_, range, shape) = &self.places[id.index()];
+                Err(wrong_count(values.len(), range.len(), *shape))
+            }
+            None => self.write_into(id, &mut buffer, &self.windows[flat], values),
+        };
         self.flats[flat] = buffer;
         written
     }
@@ -285,6 +332,20 @@ impl Params {
 fn flat_dtype(declarations: &Declarations, members: &[ParamId]) -> DType {
     let mut dtypes = members.iter().map(|&id| declarations.stored_dtype(id));
     dtypes.find(|&dtype| dtype != DType::F32).unwrap_or(DType::F32)
+}
+
+/// Whether the parameters of a flat buffer are packed: all of them, or none.
+fn require_alike(declarations: &Declarations, members: &[ParamId]) -> Result<bool> {
+    let is_packed = |&&id: &&ParamId| declarations.spec(id).packed.is_some();
+    let count = members.iter().filter(is_packed).count();
+    match members.iter().find(is_packed) {
+        Some(&id) if count < members.len() => Err(Error::Declaration {
+            name: declarations.spec(id).name.clone(),
+            problem: "it is stored in fewer bits, and shares a flat buffer with parameters that are not".to_owned(),
+            valid: "give such parameters a flat buffer of their own, as Declarations::flats does".to_owned(),
+        }),
+        found => Ok(found.is_some()),
+    }
 }
 
 /// Copies numbers to the elements of `vector` from `at` on, rounded as the device rounds.
@@ -380,6 +441,7 @@ mod tests {
             role: Role::Weight,
             init: Init::Normal { std: 0.5 },
             group: super::super::ParamGroup::for_role(Role::Weight),
+            packed: None,
         }
     }
 
@@ -434,6 +496,27 @@ mod tests {
             }
             assert_eq!(seen, whole.len(), "every element on exactly one rank");
         }
+    }
+
+    /// They lie as bytes, which flat buffers of numbers are not.
+    #[test]
+    fn packed_parameters_share_no_flat_buffer_with_others() {
+        let adapters = super::super::Adapters { base: Some(meshwork_compress::Values::Bf16), ..Default::default() };
+        let mut all = Declarations::new();
+        all.adapting(&Arc::new(adapters), |all| {
+            let group = super::super::ParamGroup::hidden(super::super::Matrices::new(0, 1));
+            all.declare_in("w", &[4, 8], Placement::replicated(), Role::Weight, Init::Zeros, group).unwrap();
+            all.declare("norm", &[8], Placement::replicated(), Role::Norm, Init::Ones).unwrap();
+        });
+        let (all, device, mesh) = (Arc::new(all), crate::meta::Meta::device(), Mesh::default());
+        let build = |layout: &[Vec<ParamId>]| Params::new(all.clone(), &mesh, mesh.coords(0), &device, layout, 0);
+        let error = build(&[all.ids().collect()]).unwrap_err().to_string();
+        assert!(error.contains("parameter w: it is stored in fewer bits, and shares a flat buffer"), "{error}");
+        let params = build(&all.flats()).unwrap();
+        let bytes: Vec<_> = params.flats().iter().map(|flat| (flat.dtype(), flat.count())).collect();
+        assert_eq!(bytes, [(DType::F32, 8), (DType::U8, 16 + 2 * 32)]);
+        let kept: Vec<bool> = all.ids().map(|id| params.is_kept(id)).collect();
+        assert_eq!(kept, [false, true]);
     }
 
     #[test]

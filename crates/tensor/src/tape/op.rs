@@ -116,14 +116,14 @@ impl<'a> Forward<'a> {
     }
 
     /// Keeps input `i`, as [`save`](Self::save) does. If the input has a recipe, the recipe is kept instead. A
-    /// parameter is held anyway, whatever the policy; a parameter that is not whole here is gathered again for
-    /// backward, and its memory is free until then.
+    /// parameter is held anyway, whatever the policy; one that is not whole here, or is packed, is gathered or restored
+    /// again for backward, and the memory of its numbers is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
         let params = &self.tape.inner.params;
         if let Source::Param(id) | Source::Frozen(id) = input.source {
             if self.records {
-                self.saved.push(match params.is_whole(id) {
+                self.saved.push(match params.is_kept(id) {
                     true => Saved::Kept(input.tensor.clone()),
                     false => Saved::Packed(Box::new(ReadAgain { params: params.clone(), id })),
                 });

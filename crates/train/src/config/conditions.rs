@@ -6,8 +6,8 @@ use toml::Value;
 use super::keys::{self, Condition};
 use super::settings::Settings;
 use super::words::{
-    ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, Objective, OffloadWord, OptimizerName, RecomputeWord,
-    Recomputed, SavedDtype, SavedEncoding,
+    ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, Objective, OffloadWord, OptimizerName, Quantization,
+    RecomputeWord, Recomputed, SavedDtype, SavedEncoding,
 };
 use super::{Config, DecayName, Elastic};
 
@@ -31,6 +31,8 @@ conditions! {
     BALANCES: "moe.aux_loss_coeff above 0", ["moe.aux_loss_coeff"], |c| c.moe.aux_loss_coeff > 0.0;
 
     LORA: "lora.rank above 0", ["lora.rank"], |c| c.lora.rank > 0;
+    QUANTIZED: "lora.quantization = int8 or nf4", ["lora.quantization"],
+        |c| matches!(c.lora.quantization, Quantization::Int8 | Quantization::Nf4);
 
     // The mesh.
     DP: "parallelism.dp above 1", ["parallelism.dp"], |c| c.parallelism.dp > 1;

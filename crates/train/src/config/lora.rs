@@ -6,7 +6,8 @@ use super::fault::Fault;
 use super::pretrained::same;
 use super::sections::Lora as Section;
 use super::settings::Settings;
-use super::words::{LoraExport, ModelKind};
+use super::words::{LoraExport, ModelKind, Quantization};
+use meshwork_compress::{Per, Values};
 use meshwork_models::huggingface::{Error, Lora, Pretrained};
 use meshwork_tensor::param::Adapters;
 use std::path::Path;
@@ -17,6 +18,7 @@ const INIT_FROM: &str = "lora.init_from";
 const TARGETS: &str = "lora.targets";
 const RANK: &str = "lora.rank";
 const EXPORT: &str = "lora.export";
+const BLOCK: &str = "lora.block_size";
 
 /// Takes the settings of the adapter in the folder, if one is given. One that the user gave too must be the same, but
 /// for the dropout, which the weights do not fix.
@@ -80,7 +82,29 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         Err(Error::Model(meshwork_tensor::Error::Declaration { name, problem, valid })) => {
             settings.fault(RANK, lora.rank, format!("{name}: {problem}"), valid);
         }
+        Ok(Some(adapters)) => check_blocks(config, &adapters, settings),
         _ => {} // sizes that no model has are faults of their own
+    }
+}
+
+/// Adds the fault of blocks that the mesh cuts.
+fn check_blocks(config: &Config, adapters: &Adapters, settings: &mut Settings) {
+    let keys = [BLOCK, "parallelism.tp", "parallelism.ep", "parallelism.dp", "parallelism.cp", "parallelism.pp"];
+    let (Ok(mesh), Ok(mut specs)) = (config.mesh(), config.architecture().parameters()) else { return };
+    if !settings.sound(&keys) {
+        return;
+    }
+    let size = config.lora.block_size;
+    let mut cut_by = |size| {
+        let base = config.lora.stored_in(size);
+        specs.iter_mut().find_map(|spec| {
+            spec.packed = adapters.packing(spec).and(base);
+            spec.require_whole_blocks(&mesh).err()
+        })
+    };
+    if let Some(meshwork_tensor::Error::Declaration { name, problem, .. }) = cut_by(size) {
+        let fits = (1..=size).rev().find(|&size| cut_by(size).is_none()).unwrap_or(1);
+        settings.fault(BLOCK, size, format!("{name}: {problem}"), format!("use {fits}, or other degrees"));
     }
 }
 
@@ -98,6 +122,17 @@ pub(crate) fn fault_of_base(config: &Config) -> Option<Fault> {
 }
 
 impl Section {
+    /// The form in which the frozen matrices are stored, in blocks of so many elements.
+    fn stored_in(&self, block: usize) -> Option<Values> {
+        let per = Per::Block(block);
+        match self.quantization {
+            Quantization::None => None,
+            Quantization::Bf16 => Some(Values::Bf16),
+            Quantization::Int8 => Some(Values::Int8 { per }),
+            Quantization::Nf4 => Some(Values::Nf4 { per }),
+        }
+    }
+
     /// The adapters as PEFT describes them; `None` without a rank.
     pub(crate) fn described(&self) -> Option<Lora> {
         let targets = self.targets.split(',').map(str::trim).filter(|target| !target.is_empty()).map(str::to_owned);
@@ -119,6 +154,8 @@ impl Config {
     }
 
     fn try_adapters(&self) -> Result<Option<Adapters>, Error> {
-        self.lora.described().map(|lora| self.architecture().adapters(&lora)).transpose()
+        let Some(described) = self.lora.described() else { return Ok(None) };
+        let base = self.lora.stored_in(self.lora.block_size);
+        Ok(Some(Adapters { base, ..self.architecture().adapters(&described)? }))
     }
 }

@@ -58,9 +58,9 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     CommKind, ContextMethod, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport, LossScaleWord,
-    LossScaling, MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, RecomputeWord,
-    Recomputed, ReductionName, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps,
-    VerifyWord, WordOr,
+    LossScaling, MatmulDtype, ModelKind, MoeRouter, Objective, OffloadWord, OptimizerName, Overlong, Quantization,
+    RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression,
+    VerifySteps, VerifyWord, WordOr,
 };
 
 impl Config {

@@ -20,8 +20,8 @@ use super::settings::Settings;
 use super::words::{
     AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord, LoraExport,
     LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, Objective, OffloadWord, OptimizerName,
-    Overlong, RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType,
-    ValidationCompression, VerifySteps, VerifyWord,
+    Overlong, Quantization, RecomputeWord, Recomputed, ReductionName, RoundingName, SavedDtype, SavedEncoding,
+    TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
 
@@ -124,6 +124,12 @@ sections! {
         targets: String = is("all-linear"), Text, Model, if LORA;
         /// Probability of dropping an element of the input of an adapter.
         dropout: f64 = float(0.0), Number(BelowOne), Numbers, if LORA;
+        /// How the frozen matrices of linear layers are stored: none, as other weights; bf16, in two bytes each; int8
+        /// or nf4, in 8 or 4 bits and a scale for each block of lora.block_size (QLoRA). Every layer restores its
+        /// matrix before it computes with it.
+        quantization: Quantization = is("none"), Choice(Quantization::WORDS), Numbers, if LORA;
+        /// Elements of a whole matrix that share a scale.
+        block_size: usize = int(64), Count(1), Numbers, if LORA && QUANTIZED;
         /// A folder of PEFT (adapter_config.json, adapter_model.safetensors) to go on from: settings and weights. An
         /// adapter of another base than model.init_from is refused.
         init_from: Option<String> = Unset, Text, Model;

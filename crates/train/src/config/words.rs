@@ -93,6 +93,8 @@ words! {
     Overlong { Truncate = "truncate", Skip = "skip" }
     /// `data.token_type`.
     TokenType { Auto = "auto", U8 = "u8", U16 = "u16", U32 = "u32", I32 = "i32", U64 = "u64", I64 = "i64" }
+    /// `lora.quantization`.
+    Quantization { None = "none", Bf16 = "bf16", Int8 = "int8", Nf4 = "nf4" }
     /// `lora.export`.
     LoraExport { Merged = "merged", Adapter = "adapter" }
     /// `validation.compression`.

@@ -56,6 +56,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("lora.rslora", "lora.rank=4", "true"),
     ("lora.targets", "lora.rank=4", "c_attn"),
     ("lora.dropout", "lora.rank=4", "0.5"),
+    ("lora.quantization", "lora.rank=4", "nf4"),
+    ("lora.block_size", "lora.rank=4 lora.quantization=int8", "16"),
     ("parallelism.dp", "", "2"),
     ("parallelism.tp", "", "2"),
     ("parallelism.pp", "", "2"),

@@ -111,6 +111,8 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
             "tp=2",
             &[],
         ),
+        (&["--set=lora.rank=4", "--set=lora.quantization=nf4", "--set=lora.block_size=4"], "dp=2,tp=2", &[]),
+        (&["--set=lora.rank=4", "--set=lora.quantization=int8"], "dp=2", &["--set=memory.recompute=full"]),
         (&[], "dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
     ] {
         let shared = emulator(&kernels, 0);

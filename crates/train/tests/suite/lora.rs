@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use tempfile::TempDir;
 
+mod quantised;
+
 const SEQ: usize = 12;
 /// Adapters in the fixtures: each matrix of a fused weight has its own, or all have one; one matrix is two weights
 /// here.

@@ -236,6 +236,8 @@ impl Case {
             let more = [
                 ("alpha", one_of(&mut own, &["0.5", "16"])),
                 ("export", one_of(&mut own, &["merged", "adapter"])),
+                ("quantization", one_of(&mut own, &["bf16", "int8", "nf4"])),
+                ("block_size", Some(if frame.tp > 1 { "1" } else { own.pick(&["5", "64"]) }.to_owned())),
                 ("init_from", rarely(&mut own, 40).then(|| path("texts"))),
             ];
             case.keys.extend(more.into_iter().filter_map(|(key, value)| Some((format!("lora.{key}"), value?))));

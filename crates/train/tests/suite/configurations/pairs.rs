@@ -84,6 +84,12 @@ const FACTORS: [Factor; 13] = [
     ("adapters", &[
         ("none", &[]),
         ("of all", &[("model.kind", "llama"), ("lora.rank", "2")]),
+        ("of a quantised base", &[
+            ("model.kind", "llama"),
+            ("lora.rank", "2"),
+            ("lora.quantization", "nf4"),
+            ("lora.block_size", "8"),
+        ]),
         ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,o_proj")]),
     ]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),

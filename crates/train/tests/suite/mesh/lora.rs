@@ -127,3 +127,65 @@ fn an_adapter_that_is_zero_changes_no_number() {
     };
     assert_eq!(loss(LORA), loss(""));
 }
+
+/// Frozen matrices in fewer bits, in blocks that no mesh of these tests cuts.
+fn quantised(form: &str) -> String {
+    format!("{LORA}quantization = '{form}'\nblock_size = 8\n")
+}
+
+/// Every mesh restores the same numbers: a block is one of the whole parameter.
+#[test]
+fn a_quantised_base_has_the_bits_of_one_rank() {
+    for (model, form) in [(&UNEVEN, "nf4"), (&LLAMA, "int8"), (&LLAMA, "nf4"), (&DROPOUT, "bf16")] {
+        let more = format!("{ADAMW}{CANONICAL}{}", quantised(form));
+        let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
+        let alone = run(&Case::alone(model));
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(2) {
+            canonical::assert_same(case, &run(case), &alone);
+        }
+    }
+}
+
+/// Scales, codes, and the numbers that a layer restores and drops are in the prediction.
+#[test]
+fn memory_of_a_quantised_base_is_predicted() {
+    for (model, form) in [(&UNEVEN, "int8"), (&LLAMA, "nf4"), (&LLAMA, "bf16")] {
+        let more = format!("{ADAMW}{}", quantised(form));
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(4) {
+            let got = step_of(&case.to_string(), &case.config(&more), &model.data());
+            split_work::assert_as_predicted(case, &more, &got);
+        }
+    }
+}
+
+#[test]
+fn a_quantised_base_goes_with_the_other_features() {
+    let case = Case { micros: 2, ..Case::of_1f1b(&LLAMA, (2, 2, 2), true, 2) };
+    let alone = step(&Case::alone(&LLAMA), &format!("{SGD}{}", quantised("nf4")));
+    let folder = tempfile::tempdir().unwrap();
+    let offload = format!("offload = 'all'\noffload_dir = '{}'\n", folder.path().display());
+    for (parallelism, memory) in [
+        ("zero_stage = 3\n", "recompute = 'full'\n"),
+        ("cp = 2\ncontext_parallel_method = 'ring'\n", "recompute = 'selective'\n"),
+        ("", &*offload),
+        ("zero_stage = 2\n", "loss_chunk = 4\nsequence_block = 8\n"),
+    ] {
+        let text = case.text(&format!("{SGD}{}[memory]\n{memory}", quantised("nf4")));
+        let text = text.replace("[parallelism]\n", &format!("[parallelism]\n{parallelism}"));
+        let name = format!("{parallelism}{memory}");
+        let config = Config::from_toml(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_parity(&name, &step_from(&name, &config, &LLAMA.data(), begin), &alone);
+    }
+}
+
+#[test]
+fn a_quantised_base_on_a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
+    for (case, form) in [
+        (Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4), "int8"),
+        (Case::of_1f1b(&LLAMA, (1, 4, 2), true, 4), "nf4"),
+        (Case::of_1f1b(&LLAMA, (2, 2, 1), false, 2), "bf16"),
+    ] {
+        let config = case.config(&format!("{ADAMW}{}", quantised(form)));
+        assert_opaque_as_cpu(&format!("{case} {form}"), &config, &case.model.data());
+    }
+}
