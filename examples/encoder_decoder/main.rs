@@ -48,20 +48,20 @@ impl Model for EncoderDecoder {
 
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let (h, layers) = (self.hidden, part.layers.clone());
-        let mut tables = |name: &str| {
-            let table = Table::new(params, name, VOCAB, h, NORMAL)?;
-            Ok((table, Positions::new(params, &format!("{name}.positions"), SEQ, h, 0.05)?))
+        let mut tables = |here: bool, name: &str| -> Result<Tables> {
+            let table = here.then(|| Table::new(params, name, VOCAB, h, NORMAL)).transpose()?;
+            let positions = || Positions::new(params, &format!("{name}.positions"), SEQ, h, 0.05);
+            Ok(table.zip(here.then(positions).transpose()?))
         };
-        let first = if part.first { Some(tables(SOURCE)?) } else { None };
-        let both = [first, if layers.contains(&self.layers) { Some(tables("target")?) } else { None }];
+        let both = [tables(part.first, SOURCE)?, tables(layers.contains(&self.layers), "target")?];
         let blocks = layers.clone().map(|i| {
             let layer = TransformerLayer::new(params, mesh, &format!("layer.{i}"), [h, 4], NORMAL)?;
             if i < self.layers { Ok(layer) } else { layer.with_cross(params, mesh, [h, 4], NORMAL) }
         });
         let blocks = blocks.collect::<Result<_>>()?;
-        let mut head = || Ok((LayerNorm::new(params, "norm", h, true)?, Table::new(params, "head", VOCAB, h, NORMAL)?));
-        let head = if part.last { Some(head()?) } else { None };
-        Ok(Box::new(Part(*self, layers, both, blocks, head)))
+        let norm = part.last.then(|| LayerNorm::new(params, "norm", h, true)).transpose()?;
+        let head = part.last.then(|| Table::new(params, "head", VOCAB, h, NORMAL)).transpose()?;
+        Ok(Box::new(Part(*self, layers, both, blocks, norm.zip(head))))
     }
 
     fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {

@@ -11,7 +11,7 @@ use meshwork::tensor::op::Mask;
 use meshwork::train::data::Images;
 use std::sync::Arc;
 
-const NORMAL: Init = Init::Normal { std: 0.02 };
+const NORMAL: Init = Init::Normal { std: 0.15 };
 const PIXELS: usize = 8; // of a side
 const PATCH: usize = 2;
 const PATCHES: usize = 16; // of an image
@@ -44,7 +44,7 @@ impl Model for VisionTransformer {
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let h = self.hidden;
         let patches = part.first.then(|| Conv2d::new(params, "patches", 1, h, PATCH, PATCH, true)).transpose()?;
-        let positions = part.first.then(|| Positions::new(params, "positions", PATCHES, h, 0.02)).transpose()?;
+        let positions = part.first.then(|| Positions::new(params, "positions", PATCHES, h, 0.15)).transpose()?;
         let mut layer = |i| TransformerLayer::new(params, mesh, &format!("layer.{i}"), [h, 4], NORMAL);
         let layers = part.layers.clone().map(&mut layer).collect::<Result<_>>()?;
         let norm = part.last.then(|| LayerNorm::new(params, "norm", h, true)).transpose()?;

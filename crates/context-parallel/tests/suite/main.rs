@@ -9,7 +9,7 @@ use meshwork_core::profile::{self, Class, Recorder, Span};
 use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Mask, Order, Rotary};
+use meshwork_tensor::op::{Documents, Mask, Order, Pattern, Rotary};
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::{fill_normal, key};
@@ -96,21 +96,22 @@ fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::err
 fn attention_in_both_directions_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::error::Error>> {
     let slopes: Vec<f32> = (1..=12).map(|head| 0.5 / head as f32).collect();
     let masks = [
-        Mask::BIDIRECTIONAL,
-        Mask { window: Some(5), ..Mask::BIDIRECTIONAL },
-        Mask { slopes: Some(&slopes), window: Some(9), ..Mask::default() },
+        (Pattern::Bidirectional, None, None),
+        (Pattern::Bidirectional, Some(5), None),
+        (Pattern::Causal, Some(9), Some(&slopes[..])),
     ];
     let order = Order::zigzag(4);
-    for (method, mask) in METHODS[..2].iter().flat_map(|method| masks.map(|mask| (method, mask))) {
+    for (method, (pattern, window, slopes)) in METHODS[..2].iter().flat_map(|method| masks.map(|mask| (method, mask))) {
         let inputs = [
             LayerInput::value("q", &[2, 24, 12, 6], Ty::Invariant),
             LayerInput::value("kv", &[2, 24, 2, 12 * 6], Ty::Invariant),
         ];
         check_layer(
-            &format!("{method} of {mask:?}"),
+            &format!("{method} of {pattern:?}, {window:?}"),
             &inputs,
             |_, _| Ok(()),
             |(), tape, v| {
+                let mask = Mask { pattern, window, slopes, ..Mask::default() };
                 let cut = |x: &Var| x.to_order(1, &order)?.split(Axis::Tp, 1);
                 if tape.rank().mesh().degree(Axis::Tp) == 1 {
                     return v[0].grouped_attention(&v[1], None, mask, None);
