@@ -26,6 +26,8 @@ pub use meshwork_train as train;
 /// The programs in the guides.
 #[cfg(doctest)]
 mod guides {
+    #[doc = include_str!("../docs/attention.md")]
+    mod attention {}
     #[doc = include_str!("../docs/checkpoints.md")]
     mod checkpoints {}
     #[doc = include_str!("../docs/clusters.md")]

@@ -37,6 +37,80 @@ DEVICE Seen seen_of(const int* firsts, const Head& head, i64 sequence, i64 windo
     return {firsts ? firsts + head.sample * sequence + first_key : firsts, static_cast<int>(window), static_cast<int>(first_key)};
 }
 
+// The keys that a token of a sample sees where it also sees `ahead` keys behind its own, of those before `end`. Its
+// window counts from the last of them.
+struct Shown {
+    Seen sees;
+    int ahead, end;
+
+    DEVICE int document(i64 token) const { return sees.document(token); }
+
+    // The first key that a token sees.
+    DEVICE int from(i64 token) const { return greater(document(token), static_cast<int>(token) + 1 + ahead - sees.window); }
+
+    // The end of the keys that a token sees: of those of its document, whose tokens have the same first one.
+    DEVICE int until(i64 token) const {
+        int low = static_cast<int>(token) + 1, high = lesser(end, low + ahead);
+        if (!sees.first || low >= high) return high;
+        while (low < high) {
+            int middle = low + (high - low) / 2;
+            if (sees.first[middle] > sees.first[token]) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    }
+};
+
+// Which keys are seen: the kernels' arguments.
+struct Reach {
+    i64 window, ahead;
+    const int* lengths;
+};
+
+// `keys` keys of a sample, of which a length may hide the last ones. Tokens are counted from the first key.
+DEVICE Shown shown_of(const int* firsts, const Head& head, i64 sequence, i64 first_key, i64 keys, const Reach& reach) {
+    i64 length = reach.lengths ? static_cast<i64>(reach.lengths[head.sample]) - first_key : keys;
+    i64 end = smaller(keys, length > 0 ? length : 0);
+    return {seen_of(firsts, head, sequence, reach.window, first_key), static_cast<int>(reach.ahead), static_cast<int>(end)};
+}
+
+// What becomes of the product of a query and a key: capped, times `scale`, and shifted by the distance and a bias.
+struct ScoreShape {
+    float cap_by, cap_back;  // scale / cap and cap / scale; 0: no cap
+    const float *slopes, *bias;
+};
+
+// The same for a head. Scores that are not shifted are products: `of_scores` is the factor that they lack.
+struct ScoreOf {
+    float by, back, slope, scale, of_scores;
+    const float* bias;
+    i64 keys;
+    bool shifted;
+
+    DEVICE float capped(float product) const { return by > 0.0f ? back * tanh_bits(product * by) : product; }
+
+    // The slope of a capped product.
+    DEVICE float cap_slope(float capped) const {
+        float tanh = capped * by;
+        return 1.0f - tanh * tanh;
+    }
+
+    // Of row i of the queries, which is this token.
+    DEVICE float of(float capped, i64 i, i64 token, i64 key) const {
+        if (!shifted) return capped;
+        i64 distance = token > key ? token - key : key - token;
+        float shift = -slope * static_cast<float>(distance);
+        if (bias) shift = shift + bias[i * keys + key];
+        return capped * scale + shift;
+    }
+};
+
+DEVICE ScoreOf score_of(const ScoreShape& of, const Head& head, i64 rows, i64 keys, float scale) {
+    bool shifted = of.slopes || of.bias;
+    return {of.cap_by, of.cap_back, of.slopes ? of.slopes[head.head] : 0.0f, scale, shifted ? 1.0f : scale,
+            of.bias ? of.bias + head.head * rows * keys : of.bias, keys, shifted};
+}
+
 // Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq]
 // determines the random bits. Keys are visited in order, and counted from the first.
 struct RowDropout {

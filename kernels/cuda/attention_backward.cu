@@ -1,7 +1,8 @@
-// Causal self attention, backward, with the probabilities recomputed from lse (as in Dao et al., arXiv:2205.14135).
+// Attention, backward, with the probabilities recomputed from lse (as in Dao et al., arXiv:2205.14135).
 //
-//   P = e^(S scale - lse),  dP = (dO Vᵀ)∘M,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D) scale
-//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  for groups, dK and dV are summed over the heads of a group
+//   P = e^(S - lse),  dP = (dO Vᵀ)∘M,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D) scale
+//   dQ = dS K, where a cap has multiplied dS by its slope,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  for groups, dK and dV are summed over the heads of a group
+//   dbias = Σ_samples dS / scale, before the slope of the cap
 //
 // Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries,
 //           rows dkv_row apart: in place without groups, else in [batch, seq, heads, head_dim], which rotary_backward
@@ -42,19 +43,20 @@ struct Operands {
     i64 q_row, kv_row, out_row, seq, keys, past, rows, sequence;
     int head_dim;
     float scale;
-    Seen sees;
+    Shown sees;
     int rounded;
+    ScoreOf scores;
 };
 
 DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
                             const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale,
-                            const int* firsts, int rounded, i64 keys, i64 past, i64 rows, i64 window,
-                            i64 first_key, i64 sequence) {
+                            const int* firsts, int rounded, i64 keys, i64 past, i64 rows, const Reach& reach,
+                            i64 first_key, i64 sequence, const ScoreShape& shape) {
     i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * rows;
     return {q + head.sample * rows * q_row + head.head * head_dim, k + head.sample * keys * kv_row + head.kv_head * head_dim,
             v + head.sample * keys * kv_row + head.kv_head * head_dim, dout + head.sample * rows * out_row + head.head * head_dim,
             lse + row, dots + row, q_row, kv_row, out_row, seq, keys, past, rows, sequence, head_dim, scale,
-            seen_of(firsts, head, sequence, window, first_key), rounded};
+            shown_of(firsts, head, sequence, first_key, keys, reach), rounded, score_of(shape, head, rows, keys, scale)};
 }
 
 struct Scores {
@@ -65,13 +67,17 @@ struct Scores {
 template <class Tile>
 DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
     i64 token = of.past + i;
-    if (j > token || j >= of.keys || i >= of.seq || j < of.sees.from(token)) return {0.0f, 0.0f};
-    float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
-    float p = exp_bits(s * of.scale - of.lse[i]);
-    if (dropout.p <= 0.0f) return {as_read(p, of.rounded), as_read(p * (dp - of.dots[i]) * of.scale, of.rounded)};
-    dropout.start += static_cast<u64>(token) * static_cast<u64>(of.sequence);
-    float factor = dropout.factor(j);
-    return {as_read(p * factor, of.rounded), as_read(p * (dp * factor - of.dots[i]) * of.scale, of.rounded)};
+    if (i >= of.seq || j >= of.sees.until(token) || j < of.sees.from(token)) return {0.0f, 0.0f};
+    float capped = of.scores.capped(chain(q, query, k, key, of.head_dim)), dp = chain(dout, query, v, key, of.head_dim);
+    float p = exp_bits(of.scores.of(capped, i, token, j) * of.scores.of_scores - of.lse[i]), factor = 1.0f;
+    if (dropout.p > 0.0f) {
+        dropout.start += static_cast<u64>(token) * static_cast<u64>(of.sequence);
+        factor = dropout.factor(j);
+        dp = dp * factor;
+    }
+    float ds = p * (dp - of.dots[i]) * of.scale;
+    if (of.scores.by > 0.0f) ds = ds * of.scores.cap_slope(capped);
+    return {as_read(dropout.p > 0.0f ? p * factor : p, of.rounded), as_read(ds, of.rounded)};
 }
 
 template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands& of, float* dq, i64 dq_row, const RowDropout& dropout) {
@@ -81,9 +87,9 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     SHARED(float, k, TILE * STRIDE);
     SHARED(float, v, TILE * STRIDE);
     SHARED(float, ds, TILE * (TILE + 1));
-    i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.keys, of.past + smaller(of.seq, first + TILE));
+    i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.sees.end, of.past + smaller(of.seq, first + TILE) + of.sees.ahead);
     int query = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
-    i64 i = first + query, token = of.past + i, seen_end = smaller(of.keys, token + 1);
+    i64 i = first + query, token = of.past + i;
     load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim, of.rounded);
     load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim, of.rounded);
     float sum[FEATURES], part[FEATURES];
@@ -91,7 +97,8 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     // The first key of this query's document, the first that it sees, and the tile of the first that any of this block
     // sees.
-    i64 at_least = of.past + first, own = of.sees.document(i < of.seq ? token : at_least), low = of.sees.from(i < of.seq ? token : at_least);
+    i64 at_least = of.past + first, here = i < of.seq ? token : at_least;
+    i64 own = of.sees.document(here), low = of.sees.from(here), seen_end = of.sees.until(here);
     i64 begin = of.sees.from(at_least) / TILE * TILE, opened = ((low - own) / BACKWARD_BLOCK + 1) * BACKWARD_BLOCK;
     for (i64 keys = begin; keys < end; keys += TILE) {
         __syncthreads();  // the keys and scores before these are read
@@ -144,10 +151,11 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     i64 key = first + row, own = of.sees.document(key < of.keys ? key : first);
     // The first query of this key's document, and the first that the sums of its block of keys begin with.
     i64 own_query = own > of.past ? own - of.past : 0;
-    i64 before = (key - own) / BACKWARD_BLOCK * BACKWARD_BLOCK - (of.past + own_query - own);
+    i64 before = (key - own) / BACKWARD_BLOCK * BACKWARD_BLOCK - (of.past + of.sees.ahead + own_query - own);
     i64 begin = own_query + (before > 0 ? before / 2 * 2 : 0);
     bool several = false;
-    for (i64 queries = first > of.past ? (first - of.past) / TILE * TILE : 0; queries < of.seq; queries += TILE) {
+    i64 past = of.past + of.sees.ahead;
+    for (i64 queries = first > past ? (first - past) / TILE * TILE : 0; queries < of.seq; queries += TILE) {
         if (of.sees.from(of.past + queries) >= first + TILE) break;  // no query from here on sees these keys
         __syncthreads();  // the queries and scores before these are read
         load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
@@ -161,7 +169,7 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
         // This thread as the owner of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
             i64 i = queries + query;
-            if (of.past + i < key || i >= of.seq || of.sees.from(of.past + i) > key) continue;
+            if (i >= of.seq || key >= of.sees.until(of.past + i) || of.sees.from(of.past + i) > key) continue;
             if ((i - begin) % BACKWARD_BLOCK == 0 && i > begin) {
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) {
@@ -195,7 +203,8 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
 #define ATTENTION_BACKWARD(CALL, ...) \
     Head head = head_of(heads, group, first_kv); \
     Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded, \
-                               keys, first_query, rows, window, first_key, sequence); \
+                               keys, first_query, rows, Reach{window, ahead, lengths}, first_key, sequence, \
+                               ScoreShape{cap_by, cap_back, slopes, bias}); \
     u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
     u64 start = at * static_cast<u64>(sequence) * static_cast<u64>(sequence) + static_cast<u64>(first_key) * static_cast<u64>(sequence + 1); \
     CALL(head, of, __VA_ARGS__, RowDropout(start, key0, key1, p, kept))
@@ -204,7 +213,8 @@ KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const 
                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                i64 global_heads, const int* firsts, int rounded, i64 keys,
-                               i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                               i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
 }
 
@@ -212,7 +222,8 @@ KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const
                                 const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                 float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
@@ -220,7 +231,8 @@ KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
 }
 
@@ -228,8 +240,48 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
                                  const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                  int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                  i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                 i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                                 i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
+}
+
+// The gradient of the bias: the sums over the samples in `blocks` of equally many, which are added in the tree.
+// Elements: heads seq keys.
+KERNEL attention_bias_backward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                               const float* dots, float* dbias, i64 batch, i64 blocks, int accumulate, i64 seq, i64 heads, i64 group,
+                               i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample,
+                               i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys, i64 first_query,
+                               i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
+    i64 element = global_thread();
+    if (element >= heads * seq * keys) return;
+    i64 key = element % keys, i = element / keys % seq, of_head = element / keys / seq, each = (batch + blocks - 1) / blocks;
+    Tree tree;
+    for (i64 block = 0; block < blocks; block++) {
+        float part = 0.0f;
+        for (i64 sample = block * each; sample < smaller(batch, (block + 1) * each); sample++) {
+            Head head = {sample, of_head, first_kv + of_head / group};
+            Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded, keys,
+                                      first_query, rows, Reach{window, ahead, lengths}, first_key, sequence,
+                                      ScoreShape{cap_by, cap_back, slopes, bias});
+            i64 token = of.past + i;
+            if (key >= of.sees.until(token) || key < of.sees.from(token)) continue;
+            const float *q_row_i = of.q + i * of.q_row, *k_row_j = of.k + key * of.kv_row;
+            const float *g_row_i = of.dout + i * of.out_row, *v_row_j = of.v + key * of.kv_row;
+            float s = 0.0f, dp = 0.0f;
+            for (int e = 0; e < head_dim; e++) {
+                s = fmaf(as_read(q_row_i[e], rounded), as_read(k_row_j[e], rounded), s);
+                dp = fmaf(as_read(g_row_i[e], rounded), as_read(v_row_j[e], rounded), dp);
+            }
+            u64 at = static_cast<u64>(first_sample + sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + of_head);
+            u64 start = (at * static_cast<u64>(sequence) + static_cast<u64>(first_key + token)) * static_cast<u64>(sequence) + static_cast<u64>(first_key);
+            RowDropout dropout(start, key0, key1, p, kept);
+            float score = of.scores.of(of.scores.capped(s), i, token, key) * of.scores.of_scores;
+            part += exp_bits(score - of.lse[i]) * (dp * dropout.factor(key) - of.dots[i]);
+        }
+        tree.push(part);
+    }
+    dbias[element] = (accumulate ? dbias[element] : 0.0f) + tree.finish();
 }
 
 // Sums over the heads of each group, in the tree, from [rows, heads, head_dim] to the heads from `first` on of rows

@@ -1,7 +1,7 @@
-// Causal self attention, forward, without the matrix of all pairs (as in Dao et al., arXiv:2205.14135), heads of
+// Attention, forward, without the matrix of all pairs (as in Dao et al., arXiv:2205.14135), heads of
 // queries in groups that share keys and values (Ainslie et al., arXiv:2305.13245).
 //
-//   S = Q Kᵀ for first_query + i - window < j <= first_query + i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
+//   S = cap(Q Kᵀ) - slope |distance| + bias for first_query + i + ahead - window < j <= first_query + i + ahead,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
 // Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group;
 //           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
@@ -11,6 +11,9 @@
 //           counted from the first key, which is token first_key of sequences of `sequence` tokens: firsts and dropout
 //           refer to those. attention_join adds the attention over other keys, (part, part_lse), to out, before
 //           attention_join_lse joins the sums of the rows. _64 is for head_dim up to 64, _128 up to 128.
+//           `ahead` is 0 in causal attention, and the number of keys where a query sees all of them. lengths [batch] in
+//           i32: keys behind are hidden; slopes [heads]; bias [heads, rows, keys]; each may be null. Without slopes and
+//           bias S is multiplied by the scale when it is exponentiated.
 // Geometry  one block per head and 32 queries, which loops over the keys by 32 twice; 8 threads per query. Shared
 //           memory for tiles of queries and of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
@@ -32,15 +35,15 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, i64 rows, i64 window, i64 first_key, i64 sequence,
-                              RowDropout dropout, u64 head_start, int rounded) {
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, i64 rows, const Reach& reach, i64 first_key,
+                              i64 sequence, RowDropout dropout, u64 head_start, int rounded, const ScoreShape& shape) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
     SHARED(float, tile, KEYS * STRIDE);
     SHARED(float, plain, QUERIES * (KEYS + 1));
     SHARED(float, dropped, QUERIES * (KEYS + 1));
     Head head = head_of(heads, group, first_kv);
-    i64 first = static_cast<i64>(blockIdx.y) * QUERIES, end = smaller(count, past + smaller(seq, first + QUERIES));
+    i64 first = static_cast<i64>(blockIdx.y) * QUERIES;
     int query = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
     i64 i = first + query, token = past + i;
     const float* q_head = q + head.sample * rows * q_row + head.head * head_dim;
@@ -48,9 +51,11 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     const float* v_head = v + head.sample * count * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
     // The first key that this query sees, and the tile of the first that any query of this block does.
-    Seen sees = seen_of(firsts, head, sequence, window, first_key);
-    i64 at_least = past + first, own = sees.document(i < seq ? token : at_least), low = sees.from(i < seq ? token : at_least);
-    i64 begin = sees.from(at_least) / KEYS * KEYS, seen_end = smaller(count, token + 1);
+    Shown sees = shown_of(firsts, head, sequence, first_key, count, reach);
+    ScoreOf scores = score_of(shape, head, rows, count, scale);
+    i64 at_least = past + first, here = i < seq ? token : at_least, own = sees.document(here), low = sees.from(here);
+    i64 begin = sees.from(at_least) / KEYS * KEYS, seen_end = sees.until(here);
+    i64 end = smaller(sees.end, past + smaller(seq, first + QUERIES) + reach.ahead);
 
     float max = -INFINITE;
     for (i64 keys = begin; keys < end; keys += KEYS) {
@@ -60,7 +65,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j;
             if (keys + key >= seen_end || keys + key < low || i >= seq) continue;
-            float score = chain(tile, key * STRIDE, queries, query * STRIDE, head_dim);
+            float score = scores.of(scores.capped(chain(tile, key * STRIDE, queries, query * STRIDE, head_dim)), i, token, keys + key);
             max = score > max ? score : max;
         }
     }
@@ -82,7 +87,8 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
             int key = lane * EACH + j, at = query * (KEYS + 1) + key;
             float p = 0.0f, factor = 0.0f;
             if (keys + key < seen_end && keys + key >= low && i < seq) {
-                p = exp_bits((chain(tile, key * STRIDE, queries, query * STRIDE, head_dim) - max) * scale);
+                float capped = scores.capped(chain(tile, key * STRIDE, queries, query * STRIDE, head_dim));
+                p = exp_bits((scores.of(capped, i, token, keys + key) - max) * scores.of_scores);
                 factor = dropout.factor(keys + key);
             }
             plain[at] = p;
@@ -118,7 +124,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
         int e = lane + LANES * f;
         if (e < head_dim) to[e] = (several ? sum[f] + part[f] : part[f]) * inverse;
     }
-    if (lane == 0) lse[(head.sample * heads + head.head) * rows + i] = none ? -INFINITE : max * scale + ln_bits(total);
+    if (lane == 0) lse[(head.sample * heads + head.head) * rows + i] = none ? -INFINITE : max * scores.of_scores + ln_bits(total);
 }
 
 // Dropout: p = 0 for none; kept = 1 / (1 - p); the global indices of this call's first sample and first head, and the
@@ -129,19 +135,22 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
                     static_cast<u64>(sequence) * static_cast<u64>(sequence) + \
                 static_cast<u64>(first_key) * static_cast<u64>(sequence + 1); \
     attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
-                                keys, first_query, rows, window, first_key, sequence, RowDropout(0, key0, key1, p, kept), start, rounded)
+                                keys, first_query, rows, Reach{window, ahead, lengths}, first_key, sequence, \
+                                RowDropout(0, key0, key1, p, kept), start, rounded, ScoreShape{cap_by, cap_back, slopes, bias})
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                            i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                            i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                            const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                              i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                             i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
+                             i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                            const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_FORWARD(16);
 }
 

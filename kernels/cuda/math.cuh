@@ -64,3 +64,17 @@ DEVICE Logistic logistic_base_2(float t) {
     float near = 1.0f / (1.0f + e);
     return {near, e * near};
 }
+
+DEVICE float tanh_bits(float x) {
+    float size = fabsf(x);
+    Logistic of = logistic_base_2(size * (2.0f * static_cast<float>(LOG2_E)));
+    float z = x * x;
+    float p = 3.592128e-3f;
+    p = fmaf(p, z, -8.863235e-3f);
+    p = fmaf(p, z, 2.186949e-2f);
+    p = fmaf(p, z, -5.3968254e-2f);
+    p = fmaf(p, z, 1.3333333e-1f);
+    p = fmaf(p, z, -3.3333334e-1f);
+    p = fmaf(p, z, 1.0f);
+    return copysignf(size < 0.5f ? size * p : of.near - of.far, x);
+}

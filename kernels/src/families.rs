@@ -347,13 +347,15 @@ kernels! {
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
         Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_forward, Geometry::Tiles { rows: 32 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 };
     attention_forward_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
         Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_forward, Geometry::Tiles { rows: 32 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 };
     attention_join(In F32 part, In F32 lse, In F32 part_lse, Out F32 out, Value I64 count, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim) in attention_forward, ELEMENTS;
     attention_join_lse(In F32 part_lse, Out F32 lse, Value I64 rows) in attention_forward, ELEMENTS;
@@ -365,28 +367,39 @@ kernels! {
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_q_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_kv_64(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
     attention_backward_kv_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
         Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence) in attention_backward, Geometry::Tiles { rows: 16 };
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
+    attention_bias_backward(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
+        In F32 dots, Out F32 dbias, Value I64 batch, Divisor I64 blocks, Value I32 accumulate, Divisor I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, In I32 firsts, Value I32 rounded, Divisor I64 keys, Value I64 first_query,
+        Value I64 rows, Value I64 window, Value I64 first_key, Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, ELEMENTS;
     attention_group_sum(In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Divisor I64 group,
         Value I64 first, Divisor I64 head_dim) in attention_backward, ELEMENTS;
     flash_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,

@@ -210,7 +210,7 @@ floors! {
 #[rustfmt::skip] // A table: one reason, one line.
 pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["product_f32", "product_bf16", "product_sum_f32", "product_sum_bf16", "grouped_product_f32", "grouped_product_bf16", "grouped_product_backward_f32", "grouped_product_backward_bf16"], "canonical numerics: an element is chains of 256 multiply-adds that wait for each other"),
-    (&["attention_forward_64", "attention_forward_128", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_kv_64", "attention_backward_kv_128"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
+    (&["attention_forward_64", "attention_forward_128", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_kv_64", "attention_backward_kv_128", "attention_bias_backward"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
     (&["choice_parts", "choice_places"], "a warp counts its part of the choices, 32 at a time: ballots"),
     (&["choice_counts", "choice_loads"], "sums over parts, a few numbers for each id"),
     (&["exact_squares", "exact_squares_sum", "set_squares_exact", "exact_values"], "additions of integers of 64 bits to digits, several an element"),

@@ -1,6 +1,8 @@
 //! The model of `examples/custom_model`, which uses only the public API: any mesh gives the numbers of one rank, and in
 //! canonical numerics its bits.
 
+mod attention;
+
 #[path = "../../examples/custom_model/main.rs"]
 #[allow(dead_code)] // Its `main` runs in the example.
 mod custom_model;
@@ -26,11 +28,15 @@ fn parallel() -> (Arc<dyn Model>, Data) {
 
 fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
     let (model, data) = parallel();
+    trained_on(&model, &data, mesh, plan, steps)
+}
+
+fn trained_on(model: &Arc<dyn Model>, data: &dyn BatchSource, mesh: &str, plan: &Plan, steps: u64) -> Trained {
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
     let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         let mut reports = Vec::new();
-        trainer.train(&data, steps, |report| reports.push(report))?;
+        trainer.train(data, steps, |report| reports.push(report))?;
         Ok::<_, TrainError>((reports, trainer.state()?))
     });
     let (reports, states): (Vec<_>, Vec<_>) =

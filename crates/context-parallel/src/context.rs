@@ -133,7 +133,8 @@ impl ContextParallel {
     /// rank to rank, as a ring does.
     ///
     /// # Errors
-    /// Heads that the ranks cannot share out; a sequence that does not fit the order.
+    /// Heads that the ranks cannot share out; a sequence that does not fit the order. A ring takes causal attention
+    /// alone, and no method a bias of pairs or keys of another sequence: those need not be cut.
     pub fn attend<'a>(
         &self,
         q: &Var,
@@ -150,7 +151,7 @@ impl ContextParallel {
                 return mixed.to_order(SEQ, &self.order)?.split(self.axes, SEQ);
             }
             // Of the blocks those that queries read.
-            Method::AllGather if mask.window.is_some() => Arc::new(Ring::over(self.axes)),
+            Method::AllGather if mask.window.is_some() && mask.is_plain() => Arc::new(Ring::over(self.axes)),
             Method::AllGather => {
                 let kv = kv.all_gather(self.axes, SEQ)?.from_order(SEQ, &self.order)?; // [b, s, 2, kv_heads · d]
                 return q.grouped_attention_in(&self.order, &kv, rotary, mask, dropout);

@@ -97,7 +97,9 @@ impl<'a> Heads<'a> {
     ) -> AttentionMasks<'m> {
         let first = self.share.first_head as u64;
         *dropout = call.masks.dropout.map(|of| AttentionDropout { first_head: of.first_head + first, ..*of });
-        AttentionMasks { dropout: dropout.as_ref(), ..call.masks }
+        let heads = self.share.first_head..self.share.first_head + self.share.shape.queries.heads;
+        let slopes = call.masks.slopes.map(|slopes| &slopes[heads]);
+        AttentionMasks { dropout: dropout.as_ref(), slopes, ..call.masks }
     }
 
     /// Queries of all tokens, `[b, s, 1, heads/n · d]`, or the gradients of their results.

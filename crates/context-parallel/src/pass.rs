@@ -25,7 +25,7 @@
 use meshwork_core::{Buffer, DType, Group, Pending};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape, seen_pairs};
 use meshwork_tensor::op::Exchanged;
-use meshwork_tensor::{Device, Result, Tensor};
+use meshwork_tensor::{Device, Error, Result, Tensor};
 use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
@@ -73,6 +73,9 @@ impl Passing {
 impl<'a> Pass<'a> {
     /// Around `degree` places of a group. Neighbours in the group are at the same place, as far as they are more than
     /// the places: together they hold its tokens, and `shape` is the share of one of them in their heads.
+    ///
+    /// # Errors
+    /// Masks that are not [plain](AttentionMasks::is_plain): queries would read blocks that do not travel to them.
     pub(crate) fn new(
         call: &Exchanged<'a>,
         group: &'a Group,
@@ -80,6 +83,11 @@ impl<'a> Pass<'a> {
         shape: GroupedShape,
         masks: AttentionMasks<'a>,
     ) -> Result<Self> {
+        if !masks.is_plain() {
+            let problem = "keys go around a ring to the queries behind them: causal attention alone, without lengths or \
+                           slopes; use all_gather or all_to_all";
+            return Err(Error::Shape { op: "ring attention", problem: problem.to_owned(), shapes: Vec::new() });
+        }
         let (beside, rank) = (group.size() / degree, group.rank());
         let each = shape.queries.seq;
         let part = |place: usize| call.order.tokens(degree * each, place * each..(place + 1) * each);

@@ -180,11 +180,11 @@ fn grouped_rates(
     let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
     let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
     let there = rate(GroupedShape::alone(shape).forward_flops(&Default::default()), measured, || {
-        grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
+        grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks, None);
     });
     let saved = Saved { q: &q, kv: &kv, out: &out, lse: &lse };
     let back = rate(GroupedShape::alone(shape).backward_flops(&Default::default()), measured, || {
-        grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
+        grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks, None);
     });
     [there, back]
 }

@@ -2,12 +2,13 @@ use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float, for_stored};
 use attention::{Angles, Groups, Masks, Misplaced, Packing, Saved, Tiled};
 use kernels::Float;
-use meshwork_core::{Buffer, Element};
+use meshwork_core::{Buffer, Element, bf16};
 use meshwork_tensor::device::{Device, Work};
 use meshwork_tensor::kernel::{
-    Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Rotary, TurnedHeads,
+    Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Pointwise, Reach, Rotary, TableGrad,
+    TurnedHeads,
 };
-use meshwork_tensor::{Error, Result};
+use meshwork_tensor::{Error, Precision, Result};
 use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: GroupedShape) -> attention::Dims {
@@ -38,21 +39,67 @@ fn packing(op: &'static str, shape: GroupedShape, masks: &AttentionMasks<'_>) ->
     Ok(Some(packing))
 }
 
-fn masks<'a>(masks: AttentionMasks<'a>, packing: Option<&'a Packing>) -> Masks<'a> {
+/// What the host knows of the masks of a call, checked: its documents, and the keys of each sequence.
+#[derive(Default)]
+struct Known {
+    packing: Option<Packing>,
+    lengths: Option<Vec<usize>>,
+}
+
+impl Known {
+    fn new(op: &'static str, shape: GroupedShape, masks: &AttentionMasks<'_>) -> Result<Self> {
+        Ok(Self { packing: packing(op, shape, masks)?, lengths: lengths(op, shape, masks)? })
+    }
+}
+
+/// The keys of each sequence, checked.
+fn lengths(op: &'static str, shape: GroupedShape, masks: &AttentionMasks<'_>) -> Result<Option<Vec<usize>>> {
+    let Some(lengths) = masks.lengths else { return Ok(None) };
+    let (batch, keys) = (shape.queries.batch, shape.key_tokens().end);
+    let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, keys]] };
+    let given = lengths.as_slice::<i32>()?;
+    if given.len() != batch {
+        return Err(refuse(format!("{} lengths: every sequence has one", given.len())));
+    }
+    let length = |(sample, &length): (usize, &i32)| match usize::try_from(length).ok().filter(|&length| length <= keys)
+    {
+        Some(length) => Ok(length),
+        None => Err(refuse(format!("sample {sample} has {length} keys, and a sequence has from none to {keys}"))),
+    };
+    given.iter().enumerate().map(length).collect::<Result<_>>().map(Some)
+}
+
+fn masks<'a>(masks: AttentionMasks<'a>, shape: GroupedShape, known: &'a Known) -> Masks<'a> {
     let dropout = masks.dropout.map(|d| attention::Dropout {
         mask: dropout::Mask { key: d.key, p: d.p },
         first_sample: d.first_sample,
         first_head: d.first_head,
         global_heads: d.global_heads,
     });
-    Masks { dropout, packing, window: masks.window, runs: masks.runs, cap: masks.cap }
+    let (Reach { ahead, window }, Known { packing, lengths }) = (masks.reach(shape), known);
+    Masks {
+        dropout,
+        packing: packing.as_ref(),
+        window,
+        ahead,
+        lengths: lengths.as_deref(),
+        runs: masks.runs,
+        cap: masks.cap,
+        slopes: masks.slopes,
+    }
 }
 
-/// The share of the operations of a sequence without documents, `flops`, that documents leave.
-fn left(flops: u64, shape: GroupedShape, masks: &AttentionMasks<'_>, packing: Option<&Packing>) -> u64 {
-    let Some(packing) = packing else { return flops };
-    let pairs: u64 =
-        masks.runs(shape).into_iter().map(|run| packing.pairs(run, shape.key_tokens(), masks.window)).sum();
+/// The share of the operations of whole sequences without documents, `flops`, that documents and lengths leave.
+fn left(flops: u64, shape: GroupedShape, masks: &AttentionMasks<'_>, known: &Known) -> u64 {
+    if known.packing.is_none() && known.lengths.is_none() {
+        return flops;
+    }
+    let (batch, reach) = (shape.queries.batch, masks.reach(shape));
+    let of_run = |run| {
+        let tokens = [run, shape.key_tokens()];
+        attention::pairs(batch, known.packing.as_ref(), tokens, reach, known.lengths.as_deref())
+    };
+    let pairs: u64 = masks.runs(shape).into_iter().map(of_run).sum();
     flops / shape.pairs(masks).max(1) * shape.queries.heads as u64 * pairs
 }
 
@@ -88,15 +135,14 @@ impl LastAngles {
 impl Attention for Cpu {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, with: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         let all = GroupedShape::alone(shape);
-        let packing = packing("attention", all, &with)?;
-        let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(all.forward_flops(&with), all, &with, packing));
+        let known = Known::new("attention", all, &with)?;
+        self.meter().add_flops(Work::Attention, left(all.forward_flops(&with), all, &with, &known));
         for_stored!(self, "attention", qkv, S, T => {
             let qkv = qkv.as_slice::<S>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
             let out = self.output::<S>(qkv.len() / 3, |out| {
-                attention::forward(T::tiles(self.precision), dims(all), qkv, out, rows, masks(with, packing));
+                attention::forward(T::tiles(self.precision), dims(all), qkv, out, rows, masks(with, all, &known));
             })?;
             Ok((out, lse))
         })
@@ -112,9 +158,8 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         let all = GroupedShape::alone(shape);
-        let packing = packing("attention", all, &with)?;
-        let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(all.backward_flops(&with), all, &with, packing));
+        let known = Known::new("attention", all, &with)?;
+        self.meter().add_flops(Work::Attention, left(all.backward_flops(&with), all, &with, &known));
         for_stored!(self, "attention", qkv, S, T => {
             let all_heads = qkv.as_slice::<S>()?;
             let saved = Saved {
@@ -125,7 +170,7 @@ impl Attention for Cpu {
             };
             let dout = dout.as_slice::<S>()?;
             self.output::<S>(qkv.count(), |dqkv| {
-                attention::backward(T::tiles(self.precision), dims(all), saved, dout, dqkv, masks(with, packing));
+                attention::backward(T::tiles(self.precision), dims(all), saved, dout, dqkv, masks(with, all, &known));
             })
         })
     }
@@ -138,17 +183,17 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", shape, &with)?;
-        let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.forward_flops(&with), shape, &with, packing));
+        let known = Known::new("grouped_attention", shape, &with)?;
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(&with), shape, &with, &known));
         for_stored!(self, "grouped_attention", q, S, T => {
             let angles = shape.rotary.map(|rotary| self.angles.table::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
+            let bias = with.bias.map(|bias| bias.as_slice::<T>()).transpose()?;
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
-            let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, packing));
+            let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, shape, &known));
             let out = self.output::<S>(q.count(), |out| {
-                attention::grouped_forward(T::tiles(self.precision), dims(shape), groups, angles, operands, out, rows, masks);
+                attention::grouped_forward(T::tiles(self.precision), dims(shape), groups, angles, operands, out, rows, masks, bias);
             })?;
             Ok((out, lse))
         })
@@ -175,9 +220,8 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", shape, &with)?;
-        let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.backward_flops(&with), shape, &with, packing));
+        let known = Known::new("grouped_attention", shape, &with)?;
+        self.meter().add_flops(Work::Attention, left(shape.backward_flops(&with), shape, &with, &known));
         for_stored!(self, "grouped_attention", q, S, T => {
             let angles = shape.rotary.map(|rotary| self.angles.table::<T>(rotary, positions(shape, &with), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
@@ -187,12 +231,47 @@ impl Attention for Cpu {
                 out: out.as_slice::<S>()?,
                 lse: lse.as_slice::<T>()?,
             };
-            let (dout, groups, masks) = (dout.as_slice::<S>()?, groups(shape), masks(with, packing));
+            let (dout, groups, masks) = (dout.as_slice::<S>()?, groups(shape), masks(with, shape, &known));
+            let bias = with.bias.map(|bias| bias.as_slice::<T>()).transpose()?;
             let mut dq = self.alloc(S::DTYPE, q.count())?;
             let mut dkv = self.alloc(S::DTYPE, kv.count())?;
             let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
-            attention::grouped_backward(T::tiles(self.precision), dims(shape), groups, angles, saved, dout, gradients, masks);
+            attention::grouped_backward(T::tiles(self.precision), dims(shape), groups, angles, saved, dout, gradients, masks, bias);
             Ok((dq, dkv))
+        })
+    }
+
+    fn pair_bias_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        with: AttentionMasks<'_>,
+        into: TableGrad<'_>,
+    ) -> Result<()> {
+        let known = Known::new("grouped_attention", shape, &with)?;
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(&with), shape, &with, &known));
+        let wide = |x: &Buffer| if x.dtype() == lse.dtype() { Ok(x.clone()) } else { self.cast(x, lse.dtype()) };
+        let [dout, q, kv, out] = [dout, q, kv, out].map(wide);
+        let (dout, q, kv, out) = (dout?, q?, kv?, out?);
+        for_float!(self, "grouped_attention", lse, T => {
+            let saved = Saved {
+                q: q.as_slice::<T>()?,
+                kv: kv.as_slice::<T>()?,
+                out: out.as_slice::<T>()?,
+                lse: lse.as_slice::<T>()?,
+            };
+            let TableGrad { buffer, start, rows, width, accumulate, blocks } = into;
+            let Some(bias) = with.bias.map(|bias| bias.as_slice::<T>()).transpose()? else { return Ok(()) };
+            let into = (blocks, accumulate, &mut buffer.as_mut_slice::<T>()?[start..start + rows * width]);
+            let masks = masks(with, shape, &known);
+            let to_bf16: fn(T) -> T = |x| T::from(bf16::from_f64(x.to_f64()).to_f32());
+            let round = if self.precision == Precision::Bf16 { to_bf16 } else { |x| x };
+            attention::pair_bias_grad(T::tiles(self.precision), dims(shape), groups(shape), saved, dout.as_slice()?, masks, bias, into, round);
+            Ok(())
         })
     }
 

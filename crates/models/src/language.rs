@@ -115,7 +115,7 @@ pub struct Sequences<'a> {
 impl<'a> Sequences<'a> {
     /// What hides tokens from each other, with a sliding window or none.
     pub fn mask(&self, window: Option<usize>) -> Mask<'a> {
-        Mask { documents: self.documents, window, cap: None }
+        Mask { documents: self.documents, window, ..Mask::default() }
     }
 }
 

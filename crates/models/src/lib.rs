@@ -11,6 +11,7 @@ pub mod language;
 pub mod layers;
 pub mod network;
 pub mod resnet;
+pub mod transformer;
 pub mod vgg;
 
 pub use families::{gpt2, llama};

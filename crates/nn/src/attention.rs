@@ -1,4 +1,4 @@
-//! Causal self-attention on one rank: with keys and values for each head, and with groups of heads that share them.
+//! Self-attention on one rank: with keys and values for each head, and with groups of heads that share them.
 
 use crate::Linear;
 use meshwork_tensor::op::{GroupedHeads, Mask, Rotary};
@@ -32,11 +32,11 @@ impl SelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` are documents, a window or both; `dropout` is the probability of
-    /// dropping an attention weight.
+    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` says which tokens see each other: by default each sees itself and
+    /// those before it. `dropout` is the probability of dropping an attention weight.
     pub fn forward<'a>(&self, tape: &Tape, x: &Var, mask: impl Into<Mask<'a>>, dropout: f32) -> Result<Var> {
         let qkv = self.qkv.forward(tape, x)?; // [b, s, 3, heads, d]
-        let mixed = qkv.causal_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads, d]
+        let mixed = qkv.self_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads, d]
         self.out.forward(tape, &mixed)
     }
 }
@@ -76,8 +76,8 @@ impl GroupedSelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` are documents, a window or both; `dropout` is the probability of
-    /// dropping an attention weight.
+    /// `x [b, s, hidden] → [b, s, hidden]`. `mask` says which tokens see each other: by default each sees itself and
+    /// those before it. `dropout` is the probability of dropping an attention weight.
     pub fn forward<'a>(&self, tape: &Tape, x: &Var, mask: impl Into<Mask<'a>>, dropout: f32) -> Result<Var> {
         let q = self.q.forward(tape, x)?; // [b, s, heads, d]
         let kv = self.kv.forward(tape, x)?; // [b, s, 2, kv_heads · d]

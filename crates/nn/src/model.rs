@@ -109,7 +109,8 @@ impl StageSpec {
     }
 }
 
-/// The tensor that is sent over a cut: the activation in forward, its gradient of the same shape in backward.
+/// The tensor that is sent over a cut: the activation in forward, its gradient of the same shape in backward. Several
+/// are sent [joined](crate::Joined).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Activation {
     /// Element type.

@@ -1,8 +1,10 @@
 //! Each layer against its equation, written out in f64; and what each declares.
 
-use meshwork_core::{Rank, Types};
+use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use meshwork_cpu::Cpu;
-use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention};
+use meshwork_nn::{
+    Activation, Embedding, GroupedSelfAttention, Joined, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention,
+};
 use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
@@ -253,4 +255,41 @@ fn layers_declare_their_parameters_by_name_role_and_initial_values() {
         assert_eq!((spec.name.as_str(), spec.dims, spec.role, spec.init), (name, Shape::new(dims), role, init));
         assert_eq!(spec.placement, Placement::replicated(), "{name}");
     }
+}
+
+/// What is joined comes apart again, with its gradients; what would lie scattered, or is not alike, is refused.
+#[test]
+fn joined_activations_come_apart_again() {
+    let (_, tape, _) = build(|_| Ok(()));
+    let value = |name: &str, shape: &[usize]| {
+        let tensor = Tensor::from_slice(tape.device(), &values(name, shape.iter().product()), shape).unwrap();
+        tape.input(tensor, Types::NONE)
+    };
+    let (x, y) = (value("x", &[BATCH, SEQ, HIDDEN]), value("y", &[BATCH, FFN]));
+    let of = |shape: Shape, types| Activation { dtype: DType::F32, shape, types };
+    let both = Joined::new(vec![of(x.shape(), Types::NONE), of(y.shape(), Types::NONE)]).unwrap();
+    let joined = both.join(&[&x, &y]).unwrap();
+    assert_eq!(both.activation(), of(joined.shape(), Types::NONE));
+    let parts = both.split(&joined).unwrap();
+    for (part, whole) in parts.iter().zip([&x, &y]) {
+        assert_eq!(
+            (part.shape(), part.tensor().to_vec::<f32>().unwrap()),
+            (whole.shape(), whole.tensor().to_vec().unwrap())
+        );
+    }
+    let cut = Types::new(&[(Axis::Tp, Ty::Shard(1))]);
+    let shapes = |a: &[usize], b: &[usize]| [a, b].map(Shape::new);
+    for (parts, says) in [
+        (Joined::new(Vec::new()), "there are none"),
+        (
+            Joined::new(shapes(&[2, 3], &[4, 3]).map(|shape| of(shape, Types::NONE)).to_vec()),
+            "all have the same samples",
+        ),
+        (Joined::new(shapes(&[2, 3], &[2, 5]).map(|shape| of(shape, cut)).to_vec()), "they are Shard(1) on tp"),
+    ] {
+        let refused = parts.unwrap_err().to_string();
+        assert!(refused.contains(says), "{refused}");
+    }
+    let swapped = both.join(&[&y, &x]).unwrap_err().to_string();
+    assert!(swapped.contains("joined activations: they are"), "{swapped}");
 }

@@ -38,7 +38,8 @@ impl ParallelAttention {
         })
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` are documents, a window or both.
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` says which tokens see each other: by
+    /// default each sees itself and those before it.
     pub fn forward<'a>(
         &self,
         tape: &Tape,
@@ -51,7 +52,7 @@ impl ParallelAttention {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
         let qkv = self.qkv.adapted(tape, qkv, normed, region)?;
-        let mixed = qkv.causal_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        let mixed = qkv.self_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
 
@@ -200,7 +201,8 @@ impl ParallelGroupedAttention {
         Self { scale: query_factor(scale, self.of.head_dim), ..self }
     }
 
-    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` are documents, a window or both.
+    /// `normed`, `residual` `[b, s, hidden]` in the region → the same. `mask` says which tokens see each other: by
+    /// default each sees itself and those before it.
     pub fn forward<'a>(
         &self,
         tape: &Tape,

@@ -4,6 +4,7 @@
 
 mod adapter;
 mod attention;
+mod cross_attention;
 mod latent_attention;
 mod linear;
 mod mlp;
@@ -11,6 +12,7 @@ mod region;
 mod vocab;
 
 pub use attention::{AttentionBias, NormOver, ParallelAttention, ParallelGroupedAttention};
+pub use cross_attention::ParallelCrossAttention;
 pub use latent_attention::{LatentHeads, ParallelLatentAttention};
 pub use linear::{ColumnLinear, ReplicatedLinear, RowLinear};
 pub use mlp::ParallelMlp;

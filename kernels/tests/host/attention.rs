@@ -8,6 +8,7 @@ use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
     Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, grouped_backward, grouped_forward, join,
+    pair_bias_grad,
 };
 use meshwork_cpu::kernels::dropout::Mask;
 use meshwork_tensor::Precision;
@@ -22,6 +23,19 @@ struct Case {
     /// Documents in each sample, and whether tokens see only their own.
     documents: Option<bool>,
     window: Option<usize>,
+    shown: Shown,
+}
+
+/// What else masks and scores have.
+#[derive(Clone, Copy, Debug, Default)]
+struct Shown {
+    /// Tokens behind its own that a query sees.
+    ahead: usize,
+    /// Whether the last keys of each sample are hidden, all of one sample.
+    lengths: bool,
+    cap: Option<f64>,
+    slopes: bool,
+    bias: bool,
 }
 
 fn case(
@@ -31,7 +45,15 @@ fn case(
     dropped: bool,
 ) -> Case {
     let dims = Dims::new([batch, seq, heads, head_dim]);
-    Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped, documents: None, window: None }
+    Case {
+        dims,
+        groups: Groups { size, kv_heads, first },
+        rotated,
+        dropped,
+        documents: None,
+        window: None,
+        shown: Shown::default(),
+    }
 }
 
 /// Bits where the CPU fuses, else 1e-5 of the norm.
@@ -68,6 +90,13 @@ pub fn attention_is_that_of_the_cpu() {
         Case { dims: Dims { keys: Keys { count, first_query, first, sequence }, ..case.dims }, ..case }
     };
     let windowed = |window, case: Case| Case { window: Some(window), ..case };
+    let full = Shown { ahead: 1000, ..Shown::default() };
+    let shows = |shown, case: Case| Case { shown, ..case };
+    // Keys of another sequence.
+    let over = |count: usize, case: Case| {
+        let sequence = count.max(case.dims.seq);
+        Case { dims: Dims { keys: Keys { count, first_query: 0, first: 0, sequence }, ..case.dims }, ..case }
+    };
     let cases = [
         within(20, 70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
         of_documents(true, within(60, 90, 150, case([1, 200, 1, 8], [1, 1, 0], true, true))),
@@ -95,15 +124,40 @@ pub fn attention_is_that_of_the_cpu() {
         windowed(33, of_documents(true, case([1, 430, 1, 8], [1, 1, 0], false, true))),
         windowed(25, among(300, 129, case([1, 150, 1, 8], [1, 1, 0], false, true))),
         windowed(30, among(40, 50, case([1, 40, 2, 8], [1, 2, 0], true, false))),
+        shows(full, case([2, 40, 4, 16], [2, 2, 0], true, true)),
+        shows(full, over(300, case([1, 37, 2, 20], [1, 3, 1], false, true))),
+        shows(full, over(7, case([1, 140, 2, 8], [2, 1, 0], false, false))),
+        shows(Shown { lengths: true, ..full }, over(90, case([3, 20, 1, 72], [1, 1, 0], false, true))),
+        shows(Shown { lengths: true, ..Shown::default() }, case([3, 60, 2, 8], [1, 2, 0], true, false)),
+        shows(full, of_documents(true, case([2, 140, 1, 8], [1, 1, 0], true, true))),
+        shows(full, of_documents(false, case([2, 40, 4, 6], [2, 2, 0], true, false))),
+        shows(Shown { ahead: 24, ..full }, windowed(49, case([1, 150, 2, 8], [1, 2, 0], false, true))),
+        shows(
+            Shown { ahead: 24, ..full },
+            windowed(49, of_documents(true, case([2, 70, 1, 8], [1, 1, 0], false, false))),
+        ),
+        shows(Shown { cap: Some(1.5), ..Shown::default() }, case([2, 70, 4, 16], [2, 2, 0], true, true)),
+        shows(
+            Shown { cap: Some(2.0), slopes: true, ..Shown::default() },
+            windowed(40, case([1, 70, 2, 8], [1, 2, 0], false, true)),
+        ),
+        shows(Shown { slopes: true, ..full }, case([1, 40, 2, 72], [1, 2, 0], false, false)),
+        shows(
+            Shown { cap: Some(2.0), lengths: true, bias: true, ..full },
+            over(40, case([3, 37, 4, 8], [2, 2, 0], false, true)),
+        ),
+        shows(Shown { bias: true, ..Shown::default() }, case([2, 37, 2, 20], [1, 2, 0], false, false)),
     ];
     let precisions = [Precision::F32, Precision::Bf16];
-    for (Case { dims, groups, rotated, dropped, documents, window }, precision) in
+    for (Case { dims, groups, rotated, dropped, documents, window, shown }, precision) in
         cases.into_iter().flat_map(|case| precisions.map(|precision| (case, precision)))
     {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| {
-            format!("{name} of {dims:?}, {groups:?}, documents {documents:?}, window {window:?} in {precision:?}")
+            format!(
+                "{name} of {dims:?}, {groups:?}, documents {documents:?}, window {window:?}, {shown:?} in {precision:?}"
+            )
         };
         let Keys { count: keys, first_query, first: first_key, sequence } = dims.keys;
         let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
@@ -114,15 +168,47 @@ pub fn attention_is_that_of_the_cpu() {
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
         let (places, count) = (positions(batch, sequence), batch * sequence);
         let packing = documents.map(|apart| Packing::new(&places, [batch, sequence], apart).expect("documents"));
-        let masks =
-            Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, runs: None, cap: None };
-        let window = window.unwrap_or(first_query + seq);
+        let lengths: Vec<usize> = (0..batch).map(|sample| keys * (2 - sample.min(2)) / 3).collect();
+        let slopes: Vec<f32> = (1..=heads).map(|head| 0.3 / head as f32).collect();
+        let bias = values("bias", heads * seq * keys);
+        let masks = Masks {
+            dropout: dropped.then_some(drop),
+            packing: packing.as_ref(),
+            window,
+            ahead: shown.ahead,
+            lengths: shown.lengths.then_some(&lengths),
+            runs: None,
+            cap: shown.cap,
+            slopes: shown.slopes.then_some(&slopes),
+        };
+        let given = shown.bias.then_some(&bias[..]);
+        let window = window.unwrap_or(first_query + seq + shown.ahead);
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
-        grouped_forward(f32::tiles(precision), dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
+        grouped_forward(
+            f32::tiles(precision),
+            dims,
+            groups,
+            turn,
+            [&q, &kv],
+            &mut want_out,
+            &mut want_lse,
+            masks,
+            given,
+        );
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; kv_rows * 2 * kv_width]);
         let saved = Saved { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
-        grouped_backward(f32::tiles(precision), dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
+        grouped_backward(
+            f32::tiles(precision),
+            dims,
+            groups,
+            turn,
+            saved,
+            &dout,
+            [&mut want_dq, &mut want_dkv],
+            masks,
+            given,
+        );
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         let mut misplaced = vec![0_i64; 4];
@@ -169,6 +255,18 @@ pub fn attention_is_that_of_the_cpu() {
         let (q, kv) = (&q_turned, &kv_turned);
         let (scale, [key0, key1]) = ((1.0 / (head_dim as f64).sqrt()) as f32, mask.key.words());
         let rounded = i32::from(precision == Precision::Bf16);
+        let [cap_by, cap_back] = shown.cap.map_or([0.0; 2], |cap| [scale / cap as f32, cap as f32 / scale]);
+        let (ahead, of_lengths): (_, Vec<i32>) = (shown.ahead, lengths.iter().map(|&length| length as i32).collect());
+        let saved = Saved { q: &q_turned, kv: &kv_turned, out: &want_out, lse: &want_lse };
+        let mut want_dbias = vec![0.5; bias.len()];
+        let round: fn(f32) -> f32 = if precision == Precision::Bf16 { |x| bf16::from_f32(x).to_f32() } else { |x| x };
+        let (tiles, into) = (f32::tiles(precision), (batch, true, &mut want_dbias[..]));
+        if shown.bias {
+            pair_bias_grad(tiles, dims, groups, saved, &dout, masks, &bias, into, round);
+        }
+        let slopes = || if shown.slopes { Given::from(&slopes) } else { Null.into() };
+        let bias = || if shown.bias { Given::from(&bias) } else { Null.into() };
+        let lengths = || if shown.lengths { Given::from(&of_lengths) } else { Null.into() };
         let (p, kept) = (mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32);
         let (s0, h0, hn) = (drop.first_sample as i64, drop.first_head as i64, drop.global_heads as i64);
         let (room, dim, sizes) = (if head_dim > 64 { 128 } else { 64 }, head_dim as i32, [batch * heads, seq]);
@@ -177,7 +275,8 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence,
+            cap_by, cap_back, slopes(), bias(), ahead, lengths()
         );
         if !there {
             return;
@@ -191,14 +290,26 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence,
+            cap_by, cap_back, slopes(), bias(), ahead, lengths()
         );
+        let mut dbias = vec![0.5; want_dbias.len()];
+        if shown.bias {
+            #[rustfmt::skip]
+            launch!(
+                "attention_bias_backward", [heads * seq * keys, 0], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dbias, batch, batch, 1_i32,
+                seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window,
+                first_key, sequence, cap_by, cap_back, slopes(), bias(), ahead, lengths()
+            );
+            assert_same(&what("dbias"), &dbias, &want_dbias);
+        }
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; kv_rows * width]);
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), [batch * heads, keys], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk,
             &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys,
-            from_first_key, seq, window, first_key, sequence
+            from_first_key, seq, window, first_key, sequence,
+            cap_by, cap_back, slopes(), bias(), ahead, lengths()
         );
         if rotated {
             let [pairs, kv_pairs] = [rows, kv_rows].map(|rows| [rows * heads, head_dim / 2]);
@@ -317,10 +428,30 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let masks = Masks { packing: packing.as_ref(), window, ..Masks::default() };
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
         let f32s = Precision::F32;
-        grouped_forward(f32::tiles(f32s), dims, groups, None, [&q_f32, &kv_f32], &mut want_out, &mut want_lse, masks);
+        grouped_forward(
+            f32::tiles(f32s),
+            dims,
+            groups,
+            None,
+            [&q_f32, &kv_f32],
+            &mut want_out,
+            &mut want_lse,
+            masks,
+            None,
+        );
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; kv_rows * 2 * kv_width]);
         let saved = Saved { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
-        grouped_backward(f32::tiles(f32s), dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
+        grouped_backward(
+            f32::tiles(f32s),
+            dims,
+            groups,
+            None,
+            saved,
+            &dout_f32,
+            [&mut want_dq, &mut want_dkv],
+            masks,
+            None,
+        );
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, keys) {

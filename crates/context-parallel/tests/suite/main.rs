@@ -9,7 +9,7 @@ use meshwork_core::profile::{self, Class, Recorder, Span};
 use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Mask, Order, Rotary};
+use meshwork_tensor::op::{Documents, Mask, Order, Pattern, Rotary};
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::{fill_normal, key};
@@ -87,6 +87,54 @@ fn attention_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::err
                 },
             )?;
         }
+    }
+    Ok(())
+}
+
+/// In both directions and with slopes, by the methods that bring all keys to the queries; a ring refuses.
+#[test]
+fn attention_in_both_directions_over_cp_is_that_of_whole_sequences() -> Result<(), Box<dyn std::error::Error>> {
+    let slopes: Vec<f32> = (1..=12).map(|head| 0.5 / head as f32).collect();
+    let masks = [
+        (Pattern::Bidirectional, None, None),
+        (Pattern::Bidirectional, Some(5), None),
+        (Pattern::Causal, Some(9), Some(&slopes[..])),
+    ];
+    let order = Order::zigzag(4);
+    for (method, (pattern, window, slopes)) in METHODS[..2].iter().flat_map(|method| masks.map(|mask| (method, mask))) {
+        let inputs = [
+            LayerInput::value("q", &[2, 24, 12, 6], Ty::Invariant),
+            LayerInput::value("kv", &[2, 24, 2, 12 * 6], Ty::Invariant),
+        ];
+        check_layer(
+            &format!("{method} of {pattern:?}, {window:?}"),
+            &inputs,
+            |_, _| Ok(()),
+            |(), tape, v| {
+                let mask = Mask { pattern, window, slopes, ..Mask::default() };
+                let cut = |x: &Var| x.to_order(1, &order)?.split(Axis::Tp, 1);
+                if tape.rank().mesh().degree(Axis::Tp) == 1 {
+                    return v[0].grouped_attention(&v[1], None, mask, None);
+                }
+                let context = ContextParallel::new(*method, order.clone(), 1).over(Axis::Tp);
+                context.whole(&context.attend(&cut(&v[0])?, &cut(&v[1])?, None, mask, None)?)
+            },
+        )?;
+    }
+    let tape = tape(2, 0);
+    let (q, kv) = (value(&tape, &[2, 8, 4, 8], Ty::Shard(1)), value(&tape, &[2, 8, 2, 16], Ty::Shard(1)));
+    let bias = value(&tape, &[4, 8, 8], Ty::Replicate);
+    let biased = Mask { bias: Some(&bias), ..Mask::default() };
+    for (method, mask, says) in [
+        (Method::Ring, Mask::BIDIRECTIONAL, "keys go around a ring to the queries behind them: causal attention alone"),
+        (Method::Hybrid { ring_degree: 2 }, Mask::BIDIRECTIONAL, "use all_gather or all_to_all"),
+        (Method::AllToAll, Mask::CROSS, "keys of another sequence: all_gather keys and values"),
+        (Method::AllToAll, biased, "a bias of pairs and keys of another sequence"),
+        (Method::AllGather, biased, "dim 1 of q is sharded"),
+    ] {
+        let context = ContextParallel::new(method, Order::default(), 2);
+        let refused = context.attend(&q, &kv, None, mask, None).unwrap_err().to_string();
+        assert!(refused.contains(says), "{method}: {refused}");
     }
     Ok(())
 }

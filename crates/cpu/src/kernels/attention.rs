@@ -1,4 +1,5 @@
-//! Causal self attention of many heads, without the matrix of all pairs.
+//! Attention of many heads, without the matrix of all pairs: causal self attention, and other [patterns](Reach).
+//! More than 400 lines: the calls of every form, and what each promises of its sums.
 //!
 //! Layout: `qkv[batch, seq, 3, heads, head_dim]`, `out[batch, seq, heads, head_dim]`, `lse[batch, heads, seq]`. Per
 //! sample and head, with `S = Q Kᵀ / √head_dim` for `j <= i` and `M` the dropout factors (1 without dropout):
@@ -11,7 +12,8 @@
 //! and `dV` are the sums over them. The queries may be [some of the tokens](Keys) that the keys are of, in several
 //! runs. Queries and keys may be [rotated](Angles) by their positions first. Scores may have a soft cap:
 //! `S ← cap tanh(S/cap)`, `dS ← dS (1 - (S/cap)²)`. Sequences may be [packed](Packing) with documents, each computed as
-//! if it were a sequence by itself. With a window blocks of keys that no query of a block sees are not computed.
+//! if it were a sequence by itself. With a window blocks of keys that no query of a block sees are not computed. In
+//! other patterns each query stands for a causal one that is further on. A [shift](shift) may be added to each score.
 //!
 //! # The order of sums
 //!
@@ -55,6 +57,7 @@
 
 mod ahead;
 mod backward;
+mod bias;
 mod documents;
 mod forward;
 mod heads;
@@ -64,15 +67,18 @@ mod rotary;
 mod rows;
 mod runs;
 mod scratch;
+mod shift;
 mod stored;
 mod tiles;
 
 use super::dropout::Mask;
-pub use documents::{Misplaced, Packing};
+pub use bias::pair_bias_grad;
+pub use documents::{Misplaced, Packing, pairs};
 use heads::{RowsMut, heads_mut};
 pub use join::join;
 use layout::{Call, Layout};
 use meshwork_core::pool;
+use meshwork_tensor::kernel::Reach;
 pub use rotary::{Angles, turn};
 use rows::VECTOR;
 use runs::Runs;
@@ -169,19 +175,32 @@ pub struct Dropout {
     pub global_heads: u64,
 }
 
-/// Masks of attention, besides the causal mask.
+/// Which keys queries see.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Masks<'a> {
     /// Dropout of probabilities.
     pub dropout: Option<Dropout>,
     /// The documents of each sequence.
     pub packing: Option<&'a Packing>,
-    /// Keys that a query sees at most, its own and those before it.
+    /// Keys that a query sees at most, the last ones.
     pub window: Option<usize>,
+    /// Tokens from a query to the last key that it sees: 0 in causal attention.
+    pub ahead: usize,
+    /// The keys of each sequence, in tokens: those behind are hidden.
+    pub lengths: Option<&'a [usize]>,
     /// The tokens that the queries are, in runs, if they are not those from `first_query` on.
     pub runs: Option<&'a [Range<usize>]>,
     /// The soft cap of scores.
     pub cap: Option<f64>,
+    /// The slope of each head, by which scores fall with the distance of query and key.
+    pub slopes: Option<&'a [f32]>,
+}
+
+impl Masks<'_> {
+    /// The keys that a query sees.
+    pub fn reach(&self) -> Reach {
+        Reach { ahead: self.ahead, window: self.window }
+    }
 }
 
 impl Dropout {
@@ -217,12 +236,13 @@ pub fn forward<S: StoredAs<T>, T: Tiled>(
 ) {
     dims.check(&[qkv.len() / 3, out.len()], lse.len());
     assert_eq!(qkv.len(), 3 * out.len(), "elements of qkv for {dims:?}");
-    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
+    let groups = Groups::alone(dims);
+    let call = Call { tiles, dims, groups, layout: Layout::fused(dims), angles: None, masks, bias: None };
     forward_of(&call, [qkv, qkv], out, lse);
 }
 
 /// `out` and `lse` from `q` and `kv`, in the precision of the tiles. Overwrites both.
-#[expect(clippy::too_many_arguments, reason = "two operands, two results, and what they are")]
+#[expect(clippy::too_many_arguments, reason = "two operands and a bias, two results, and what they are")]
 pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
@@ -232,10 +252,11 @@ pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     out: &mut [S],
     lse: &mut [T],
     masks: Masks<'_>,
+    bias: Option<&[T]>,
 ) {
     dims.check(&[q.len(), out.len()], lse.len());
     groups.check(dims, &[kv.len()]);
-    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks, bias };
     forward_of(&call, [q, kv], out, lse);
 }
 
@@ -280,7 +301,11 @@ pub fn backward<S: StoredAs<T>, T: Tiled>(
     let Saved { q: qkv, kv, out, lse } = saved;
     dims.check(&[out.len(), dout.len()], lse.len());
     assert_eq!([qkv.len(), kv.len(), dqkv.len()], [3 * out.len(); 3], "elements of qkv for {dims:?}");
-    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
+    let groups = Groups::alone(dims);
+    let call = Call { tiles, dims, groups, layout: Layout::fused(dims), angles: None, masks, bias: None };
+    if masks.lengths.is_some() {
+        dqkv.fill(S::zeroed()); // of what no query reads, and of queries that see no key
+    }
     let gradients = heads_mut::<3, S>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
     backward_of(&call, saved, dout, gradients);
 }
@@ -297,15 +322,17 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     dout: &[S],
     [dq, dkv]: [&mut [S]; 2],
     masks: Masks<'_>,
+    bias: Option<&[T]>,
 ) {
     dims.check(&[saved.q.len(), dq.len(), saved.out.len(), dout.len()], saved.lse.len());
     groups.check(dims, &[saved.kv.len(), dkv.len()]);
     let Dims { batch, seq, head_dim, keys, .. } = dims;
     let Groups { size, kv_heads, first } = groups;
-    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks, bias };
     let used = groups.used(dims);
     // No query of this call reads the other heads and keys.
-    if used < kv_heads || masks.runs.is_some() || dims.queries() != (0..keys.count) {
+    let all_read = masks.runs.is_none() && masks.lengths.is_none() && dims.queries() == (0..keys.count);
+    if used < kv_heads || !all_read {
         dkv.fill(S::zeroed());
     }
     if call.hides_all_keys() {

@@ -13,6 +13,7 @@ use std::ops::Range;
 mod decode;
 mod documents;
 mod grouped;
+mod patterns;
 mod slices;
 mod windows;
 

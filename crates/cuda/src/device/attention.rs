@@ -9,7 +9,9 @@ use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise, TurnedHeads};
+use meshwork_tensor::kernel::{
+    Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise, TableGrad, TurnedHeads,
+};
 use meshwork_tensor::{Device, Result, Work};
 use std::ops::Range;
 
@@ -122,13 +124,14 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 
 impl CudaDevice {
     /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
-    /// sums, and know documents only where there are keys of all tokens.
+    /// sums, know no masks but causal ones, and documents only where there are keys of all tokens.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
         let known = packed.is_none() || shape.keys == shape.sequence;
-        let flash = fast && known && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        let plain = masks.is_plain() && masks.cap.is_none();
+        let flash = fast && known && plain && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
         Call { shape, masks, packed, flash }
     }
 
@@ -143,15 +146,15 @@ impl CudaDevice {
         let GroupedShape { queries, keys, first_key, sequence, .. } = call.shape;
         let AttentionShape { seq: rows, heads: count, head_dim, .. } = queries;
         let (seq, first_query) = (run.tokens.len(), run.tokens.start - first_key);
-        let window = call.masks.window.unwrap_or(run.tokens.end).min(run.tokens.end);
+        let (reach, scale) = (call.masks.reach(call.shape), (1.0 / (head_dim as f64).sqrt()) as f32);
+        // A window of all keys that a query may see hides none.
+        let all = run.tokens.end + reach.ahead;
+        let window = reach.window.map_or(all, |window| window.min(all));
         if head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
         }
-        if call.masks.cap.is_some() {
-            return Err(self.lacks("attention with a soft cap of scores", DType::F32));
-        }
         let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
-        args.extend([Argument::from(head_dim as i32), ((1.0 / (head_dim as f64).sqrt()) as f32).into()]);
+        args.extend([Argument::from(head_dim as i32), scale.into()]);
         let firsts = self.place_or_none(OP, call.packed.and_then(|packed| packed.firsts.as_ref()))?;
         let tokens = [keys, first_query, rows, window].map(Argument::from);
         if call.flash {
@@ -168,6 +171,11 @@ impl CudaDevice {
         args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
         args.extend(tokens);
         args.extend([first_key, sequence].map(Argument::from));
+        let cap = call.masks.cap.map_or([0.0; 2], |cap| [scale / cap as f32, cap as f32 / scale]);
+        args.extend(cap.map(Argument::from));
+        let slopes = call.masks.slopes.map(|slopes| self.kept_f32(slopes)).transpose()?;
+        args.extend([self.place_or_none(OP, slopes.as_ref())?, self.place_or_none(OP, call.masks.bias)?]);
+        args.extend([reach.ahead.into(), self.place_or_none(OP, call.masks.lengths)?]);
         Ok(args)
     }
 
@@ -421,6 +429,32 @@ impl Attention for CudaDevice {
         }
         let dkv = sum.map_or_else(|| self.alloc(dtype, kv.count()), |sum| self.settled(sum, dtype))?;
         Ok((self.settled(dq, dtype)?, dkv))
+    }
+
+    fn pair_bias_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        masks: AttentionMasks<'_>,
+        into: TableGrad<'_>,
+    ) -> Result<()> {
+        self.storage(OP, &[dout, q, kv, out])?;
+        let packed = self.packed(shape, masks)?;
+        let call = Call { flash: false, ..self.call(shape, masks, packed.as_ref()) };
+        self.meter().add_flops(Work::Attention, shape.forward_flops(&masks));
+        let [read_q, read_kv, read_dout] =
+            [self.loaded(q, DType::F32)?, self.loaded(kv, DType::F32)?, self.loaded(dout, DType::F32)?];
+        let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, DType::F32);
+        let (dots, whole) = (self.dots(shape.queries, [dout, out], false)?, Run { row: 0, tokens: shape.tokens() });
+        let TableGrad { buffer, start, rows, width, accumulate, blocks } = into;
+        let (to, ending) = (self.place_mut(OP, buffer)?.offset(4 * start), self.ending(&call, &whole, &heads)?);
+        launch!(self, OP, "attention_bias_backward", [rows * width, 0];
+            &heads, &read_dout, lse, &dots, to, shape.queries.batch, blocks.max(1), i32::from(accumulate), ending
+        )
     }
 
     fn join(

@@ -13,6 +13,12 @@ const MOST: usize = 4096;
 pub(super) struct Tables(Mutex<HashMap<Vec<i64>, Buffer>>);
 
 impl CudaDevice {
+    /// These numbers on the device, two in each integer of the table.
+    pub(super) fn kept_f32(&self, numbers: &[f32]) -> Result<Buffer> {
+        let bits = |pair: &[f32]| pair.iter().rev().fold(0, |word, x| word << 32 | i64::from(x.to_bits()));
+        self.kept(numbers.chunks(2).map(bits).collect())
+    }
+
     /// These numbers on the device.
     pub(super) fn kept(&self, numbers: Vec<i64>) -> Result<Buffer> {
         let mut tables = self.tables.0.lock().unwrap_or_else(PoisonError::into_inner);

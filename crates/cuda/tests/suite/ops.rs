@@ -391,6 +391,55 @@ fn grouped_attention_has_the_cpus_bits() {
     }
 }
 
+/// Keys of another sequence, of which lengths hide some; in both directions, with slopes, a cap, a window and dropout;
+/// and a bias of pairs with its gradient. Tensor cores have no kernels for these.
+#[test]
+fn attention_of_every_pattern_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let queries = AttentionShape { batch: 2, seq: 19, heads: 4, head_dim: 6 };
+    let (rows, dropout) = (
+        queries.batch * queries.seq,
+        AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 },
+    );
+    let (q, dout, bias) = (values("q", rows * 24), values("dout", rows * 24), values("bias", 4 * 19 * 37));
+    let lengths = Buffer::from_vec(vec![31, 0]);
+    for (pattern, keys, slopes, window) in [
+        (Pattern::Cross, 37, None, None),
+        (Pattern::Bidirectional, 19, Some(&[0.5, 0.25, 0.125, 0.0625][..]), Some(5)),
+        (Pattern::Bidirectional, 19, None, None),
+        (Pattern::Causal, 19, Some(&[0.5, 0.25, 0.125, 0.0625]), None),
+    ] {
+        let kv = values("kv", 2 * keys * 24);
+        same("attention of a pattern", |device, up| {
+            let (of, [q, kv, dout, bias]) = (device.attention()?, [&q, &kv, &dout, &bias].map(up));
+            let (lengths, bias) = (up(&lengths), bias.slice(0..4 * 19 * keys)?);
+            let sequence = keys.max(19);
+            let shape = GroupedShape { keys, sequence, group: 2, kv_heads: 2, ..GroupedShape::alone(queries) };
+            let crosses = pattern == Pattern::Cross;
+            let lengths = crosses.then_some(&lengths);
+            let plain =
+                AttentionMasks { pattern, window, lengths, slopes, cap: Some(2.0), ..AttentionMasks::default() };
+            let mut results = Vec::new();
+            for (dropout, bias) in [(None, None), (Some(&dropout), None), (Some(&dropout), Some(&bias))] {
+                let masks = AttentionMasks { dropout, bias, ..plain };
+                let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+                let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
+                if bias.is_some() {
+                    let mut dbias = device.zeros(DType::F32, 4 * 19 * keys)?;
+                    let (rows, width, blocks) = (4 * 19, keys, queries.batch);
+                    let into = TableGrad { buffer: &mut dbias, start: 0, rows, width, accumulate: false, blocks };
+                    of.pair_bias_grad(shape, &dout, &q, &kv, &out, &lse, masks, into)?;
+                    results.push(dbias);
+                }
+                results.extend([out, lse, dq, dkv]);
+            }
+            Ok(results)
+        });
+    }
+}
+
 /// Two documents in one sample, and in the other one that began before it.
 fn positions(seq: usize) -> Buffer {
     let of = |sample: usize| (0..seq).map(move |place| if place < 7 { place + sample * 3 } else { place - 7 } as i32);

@@ -2,11 +2,11 @@
 //! `check_layer`.
 
 use meshwork_core::{Axis, Mesh, Ty};
-use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
+use meshwork_tensor::op::{GroupedHeads, Mask, MlpKind, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{
-    AttentionBias, ColumnLinear, LatentHeads, NormOver, ParallelAttention, ParallelGroupedAttention,
-    ParallelLatentAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
+    AttentionBias, ColumnLinear, LatentHeads, NormOver, ParallelAttention, ParallelCrossAttention,
+    ParallelGroupedAttention, ParallelLatentAttention, ParallelMlp, Region, RowLinear, VocabParallelEmbedding,
 };
 use meshwork_testkit::check::{LayerInput, check_layer};
 
@@ -77,6 +77,22 @@ fn blocks() {
         |params, mesh| ParallelAttention::new(params, mesh, "attn", HIDDEN, 12, true, [init(); 2]),
         |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), None, 0.3),
     );
+    check(
+        "attention in both directions",
+        hidden,
+        |params, mesh| ParallelAttention::new(params, mesh, "attn", HIDDEN, 12, true, [init(); 2]),
+        |layer, tape, v, region| layer.forward(tape, &v[0], region, Some(&v[0]), Mask::BIDIRECTIONAL, 0.3),
+    );
+    for region in [Region::INVARIANT, Region::SEQUENCE_PARALLEL] {
+        let inputs = [hidden(region), LayerInput::value("memory", &[1, 2 * SEQ, HIDDEN], region.ty(Axis::Tp))];
+        let declare = |params: &mut Declarations, mesh: &Mesh| {
+            ParallelCrossAttention::new(params, mesh, "cross", HIDDEN, 12, true, [init(); 2])
+        };
+        let forward = |layer: &ParallelCrossAttention, tape: &Tape, v: &[Var]| {
+            layer.forward(tape, &v[0], &v[1], region, Some(&v[0]), None, 0.3)
+        };
+        check_layer(&format!("cross attention, {region:?}"), &inputs, declare, forward).unwrap();
+    }
     // Groups of whole heads, and one group that all ranks share.
     for kv_heads in [12, 1] {
         let of = GroupedHeads { heads: 12, kv_heads, head_dim: 12, rotary: Some(Rotary::new(10.0)) };

@@ -1,7 +1,8 @@
-//! Causal self-attention on a fused qkv tensor, and with groups of heads that share keys and values.
+//! Attention on a fused qkv tensor, and with groups of heads that share keys and values: causal, in both directions, or
+//! over the keys of another sequence.
 
-use super::Rotary;
 use super::table::*;
+use super::{Rotary, TableGrad};
 use crate::random::Key;
 use meshwork_core::Buffer;
 use std::iter;
@@ -21,9 +22,10 @@ pub struct AttentionShape {
 }
 
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
-/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of a sequence, or what
-/// the [masks](fn@AttentionMasks::runs) say, and key j is token `first_key` + j. A query sees the keys up to its own:
-/// queries behind the last key see all of them.
+/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of a sequence, or what the
+/// [masks](fn@AttentionMasks::runs) say, and key j is token `first_key` + j. A query sees the keys that the
+/// [masks](AttentionMasks::pattern) say: in causal attention those up to its own, so that queries behind the last key
+/// see all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.
@@ -83,10 +85,11 @@ impl GroupedShape {
         self.queries.batch * self.keys * 2 * self.kv_heads * self.queries.head_dim
     }
 
-    /// (query, key) pairs that the masks keep, over all heads and sequences of one document each.
+    /// (query, key) pairs that the masks keep, over all heads and sequences of one document each, whole as far as keys
+    /// go.
     pub fn pairs(&self, masks: &AttentionMasks<'_>) -> u64 {
-        let AttentionShape { batch, heads, .. } = self.queries;
-        let pairs = masks.runs(*self).into_iter().map(|run| seen_pairs(run, self.key_tokens(), masks.window));
+        let (AttentionShape { batch, heads, .. }, reach) = (self.queries, masks.reach(*self));
+        let pairs = masks.runs(*self).into_iter().map(|run| reach.pairs(run, self.key_tokens()));
         (batch * heads) as u64 * pairs.sum::<u64>()
     }
 
@@ -110,6 +113,42 @@ pub fn seen_pairs(queries: Range<usize>, keys: Range<usize>, window: Option<usiz
     };
     let seen = |tokens: usize| up_to_own(tokens) - window.map_or(0, |window| up_to_own(tokens.saturating_sub(window)));
     seen(queries.end) - seen(queries.start)
+}
+
+/// Which keys a query sees, by their places.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pattern {
+    /// Its own token and those before it.
+    #[default]
+    Causal,
+    /// All tokens of its sequence.
+    Bidirectional,
+    /// All keys: they are those of another sequence.
+    Cross,
+}
+
+/// The keys that queries see, as causal queries see them that are `ahead` tokens further on, through a window of so
+/// many keys: kernels know no other patterns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reach {
+    /// Tokens from a query to the last one that it sees.
+    pub ahead: usize,
+    /// Keys that it sees at most, the last ones.
+    pub window: Option<usize>,
+}
+
+impl Reach {
+    /// Pairs of one of `queries` and a key that it sees, among the tokens `keys`.
+    ///
+    /// ```
+    /// use meshwork_tensor::kernel::Reach;
+    ///
+    /// // Of five tokens each sees itself and its neighbours: three, and two at the ends.
+    /// assert_eq!(Reach { ahead: 1, window: Some(3) }.pairs(0..5, 0..5), 13);
+    /// ```
+    pub fn pairs(&self, queries: Range<usize>, keys: Range<usize>) -> u64 {
+        seen_pairs(queries.start + self.ahead..queries.end + self.ahead, keys, self.window)
+    }
 }
 
 /// Rows of heads whose features turn by the positions of their tokens, of `[batch, seq, all, head_dim]`.
@@ -154,20 +193,30 @@ pub struct DocumentPositions<'a> {
     pub apart: bool,
 }
 
-/// Which pairs of a query and a key count, and how much.
+/// Which pairs of a query and a key count, and how much. The score of a pair is
+/// `cap(q·k/√d) - slope·|distance| + bias`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionMasks<'a> {
+    /// Which keys a query sees, as far as the other masks show them.
+    pub pattern: Pattern,
     /// Dropout of attention probabilities.
     pub dropout: Option<&'a AttentionDropout>,
     /// The documents of each sequence; without them, a sequence is one document.
     pub documents: Option<DocumentPositions<'a>>,
-    /// Keys that a query sees at most: its own and those before it. A query that sees no key has the output 0 and the
-    /// log-sum-exp -∞.
+    /// A query sees keys nearer than so many tokens: in causal attention at most as many, its own and those before it.
+    /// A query that sees no key has the output 0 and the log-sum-exp -∞.
     pub window: Option<usize>,
+    /// The keys of each sequence, `[batch]` in i32, from none to all: those behind are hidden from all queries.
+    pub lengths: Option<&'a Buffer>,
     /// The tokens that the queries are, in runs; without them, those from `first_query` on.
     pub runs: Option<&'a [Range<usize>]>,
     /// The soft cap of scores, `cap · tanh(score/cap)` (Gemma 2, arXiv:2408.00118, section 2).
     pub cap: Option<f64>,
+    /// The slope of each head here, by which its scores fall with the distance of query and key (ALiBi, Press et al.,
+    /// arXiv:2108.12409).
+    pub slopes: Option<&'a [f32]>,
+    /// What is added to the score of each pair, `[heads, queries, keys]` in the type of the log-sum-exps.
+    pub bias: Option<&'a Buffer>,
 }
 
 impl AttentionMasks<'_> {
@@ -176,8 +225,8 @@ impl AttentionMasks<'_> {
         self.runs.map_or_else(|| iter::once(shape.tokens()).collect(), <[_]>::to_vec)
     }
 
-    /// The keys that one of these queries sees, if there are as many: what must travel to the queries where other ranks
-    /// hold the keys.
+    /// The keys that one of these causal queries sees, if there are as many: what must travel to the queries where
+    /// other ranks hold the keys.
     ///
     /// ```
     /// use meshwork_tensor::kernel::AttentionMasks;
@@ -189,10 +238,27 @@ impl AttentionMasks<'_> {
         let first = self.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
         first.min(queries.end)..queries.end
     }
+
+    /// The keys that a query of this shape sees.
+    pub fn reach(&self, shape: GroupedShape) -> Reach {
+        match (self.pattern, self.window) {
+            (Pattern::Causal, window) => Reach { ahead: 0, window },
+            (Pattern::Bidirectional, Some(window)) => {
+                let ahead = window.min(shape.key_tokens().end + 1) - 1;
+                Reach { ahead, window: Some(window.saturating_add(ahead)) }
+            }
+            (Pattern::Bidirectional | Pattern::Cross, _) => Reach { ahead: shape.key_tokens().end, window: None },
+        }
+    }
+
+    /// Whether scores are those of queries and keys alone, of causal attention over all keys.
+    pub fn is_plain(&self) -> bool {
+        self.pattern == Pattern::Causal && self.lengths.is_none() && self.slopes.is_none() && self.bias.is_none()
+    }
 }
 
 kernels! {
-    /// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `turn` take 16 bits.
+    /// Attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `turn` take 16 bits.
     pub trait Attention at attention {
         /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
         fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>
@@ -249,6 +315,27 @@ kernels! {
                   Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
               }),
               meta(flops Attention: shape.backward_flops(&masks); q => q.count(), kv => kv.count());
+
+        /// The gradient of the bias of pairs, a table of heads · queries rows that are as wide as there are keys: the
+        /// sums over the samples, in blocks. Queries and keys do not turn.
+        #[expect(clippy::too_many_arguments, reason = "as above, and the table")]
+        fn pair_bias_grad(
+            &self,
+            shape: GroupedShape,
+            dout: &Buffer,
+            q: &Buffer,
+            kv: &Buffer,
+            out: &Buffer,
+            lse: &Buffer,
+            masks: AttentionMasks<'_>,
+            into: TableGrad<'_>,
+        ) -> Result<()>
+            | profile(Attention: dout, q, kv, out, lse, into.buffer), halves({
+                  let [dout, q, kv, out] = &self.all_wide([dout, q, kv, out])?;
+                  let kernels = self.inner.attention()?;
+                  self.write_table(into, |into| kernels.pair_bias_grad(shape, dout, q, kv, out, lse, masks, into))
+              }),
+              meta(flops Attention: shape.forward_flops(&masks); nothing);
 
         /// Joins the attention of the same queries over other keys, (`part`, `part_lse`), to `out [batch, seq, heads,
         /// head_dim]` and `lse [batch, heads, seq]`: the results of a softmax over the keys of both. All are of the

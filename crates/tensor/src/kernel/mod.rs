@@ -35,8 +35,8 @@ mod traffic;
 mod windows;
 
 pub use attention::{
-    Attention, AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, TurnedHeads,
-    seen_pairs,
+    Attention, AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Pattern, Reach,
+    TurnedHeads, seen_pairs,
 };
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use compression::Compression;

@@ -117,7 +117,8 @@ operands! {
         let positions = masks.documents.map(|documents| proxy.read(documents.positions));
         let documents = masks.documents.zip(positions.as_ref());
         let documents = documents.map(|(documents, positions)| DocumentPositions { positions, ..documents });
-        work(AttentionMasks { documents, ..masks })
+        let [lengths, bias] = [masks.lengths, masks.bias].map(|x| x.map(|x| proxy.read(x)));
+        work(AttentionMasks { documents, lengths: lengths.as_ref(), bias: bias.as_ref(), ..masks })
     };
     TableGrad<'_> => TableGrad<'a>, |grad, proxy, work| {
         let TableGrad { buffer, start, rows, width, accumulate, blocks } = grad;

@@ -1,15 +1,18 @@
-//! Causal self-attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
-//! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
+//! Attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
+//! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`: of the same sequence, or of another one.
 //!
 //! More than 400 lines: the heads that fit, the runs of queries, and both directions of one operation.
 
-use super::documents::{self, Mask, Masking};
+use super::attention_mask::{Mask, MaskedOperands, Masking, masked_operands};
 use super::exchange::{Exchange, Exchanged};
 use super::order::Order;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, Rotary};
-use crate::tape::{Backward, Forward, Op, Tape, Tokens, Var};
+use crate::kernel::{
+    AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Pattern, Rotary, TableGrad,
+};
+use crate::shape::Shape;
+use crate::tape::{Backward, BlockSlot, Forward, Op, Tape, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::tree::{self, Counter};
@@ -59,7 +62,13 @@ impl Var {
     /// there are fewer of them than ranks: then keys and values are `Replicate`, each rank reads the heads that its
     /// queries need, and their gradient is `Partial`.
     ///
-    /// `mask` are documents, a window or both; `dropout` is (p, layer name) for the attention probabilities.
+    /// `mask` says which keys a query sees: by default those up to its own. Keys and values of
+    /// [another sequence](Pattern::Cross) may have any number of tokens. `dropout` is (p, layer name) for the attention
+    /// probabilities.
+    ///
+    /// # Errors
+    /// Masks that do not fit: a window of no tokens, slopes of other heads, a bias of other pairs, and what needs a
+    /// distance between the tokens of two sequences.
     pub fn grouped_attention<'a>(
         &self,
         kv: &Var,
@@ -98,7 +107,7 @@ impl Var {
     /// what `exchange` says. Queries, keys and values lie in `order`, documents in that of the sequence.
     ///
     /// # Errors
-    /// Those of the exchange.
+    /// Those of the exchange; a bias of pairs, and keys of another sequence, which no rank needs to exchange.
     pub fn exchanged_attention<'a>(
         &self,
         exchange: Arc<dyn Exchange>,
@@ -108,9 +117,14 @@ impl Var {
         mask: impl Into<Mask<'a>>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
-        let held = self.shape().get(1).copied().unwrap_or(0);
+        let (held, mask) = (self.shape().get(1).copied().unwrap_or(0), mask.into());
+        if mask.pattern == Pattern::Cross || mask.bias.is_some() {
+            let problem = "a bias of pairs and keys of another sequence: all_gather keys and values, and use \
+                           grouped_attention";
+            return Err(refuse(exchange.name(), problem.to_owned()));
+        }
         let runs = std::iter::once(0..held).collect();
-        self.attention_of(runs, Some((exchange, order.clone())), kv, rotary, mask.into(), dropout)
+        self.attention_of(runs, Some((exchange, order.clone())), kv, rotary, mask, dropout)
     }
 
     fn attention_of(
@@ -135,9 +149,17 @@ impl Var {
         };
         let keys = kv.shape().get(1).copied().unwrap_or(0);
         let of_keys = if exchange.is_some() { kv_global[1] } else { keys as u64 };
-        let misfit = misfit.or((of_keys != global[1]).then_some("kv has the tokens that q has over all ranks"));
+        let crosses = mask.pattern == Pattern::Cross;
+        let alike = crosses || of_keys == global[1];
+        let misfit = misfit.or((!alike).then_some("kv has the tokens that q has over all ranks"));
         let first_query = runs.first().map_or(0, |run| run.start);
-        let sequence = of_keys as usize;
+        // Pairs are numbered by tokens of the longer sequence.
+        let sequence = of_keys.max(global[1]) as usize;
+        let bias = mask.bias.map(|bias| bias.cast(self.tensor().dtype().widened())).transpose()?;
+        let mask = Mask { bias: bias.as_ref(), ..mask };
+        if let Some(problem) = self.unfit(rotary, &runs, mask) {
+            return Err(refuse("grouped_attention", problem.to_owned()));
+        }
         let shape =
             GroupedShape { queries, keys, first_query, first_key: 0, sequence, group, kv_heads, first_kv_head, rotary };
         if misfit.is_none() {
@@ -153,9 +175,21 @@ impl Var {
             exchange,
             misfit,
         };
-        match mask.documents {
-            None => self.tape().apply(op, &[self, kv]),
-            Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),
+        self.tape().apply(op, &[self, kv].into_iter().chain(mask.vars()).collect::<Vec<_>>())
+    }
+
+    /// Why a mask does not go with a rotary embedding or with these runs of queries, if so.
+    fn unfit(&self, rotary: Option<Rotary>, runs: &[Range<usize>], mask: Mask<'_>) -> Option<&'static str> {
+        match (mask.pattern, mask.bias) {
+            (Pattern::Cross, _) if rotary.is_some() => {
+                Some("a rotary embedding in cross attention: tokens of two sequences have no distance")
+            }
+            (_, Some(_)) if rotary.is_some() => Some("a bias of pairs is for queries and keys that do not turn"),
+            (_, Some(_)) if runs.len() > 1 => Some("a bias of pairs is for queries in the order of the sequence"),
+            (_, Some(bias)) if bias.is_computed() && self.tape().reduction_blocks().is_some() => {
+                Some("in canonical numerics the bias of pairs is a parameter: its gradient is a sum over samples")
+            }
+            _ => None,
         }
     }
 
@@ -185,6 +219,10 @@ impl Var {
             ),
         })
     }
+}
+
+fn refuse(op: &'static str, problem: String) -> Error {
+    Error::Shape { op, problem, shapes: Vec::new() }
 }
 
 /// Takes the heads of queries here, with the first of them and their number over all ranks, and the features of keys
@@ -223,8 +261,8 @@ impl GroupedAttention {
     }
 
     /// The masks of the kernel, for queries of these runs.
-    fn masks<'a>(&'a self, positions: Option<&'a Tensor>, runs: &'a [Range<usize>]) -> AttentionMasks<'a> {
-        AttentionMasks { runs: (runs.len() > 1).then_some(runs), ..self.masks.with(positions) }
+    fn masks<'a>(&'a self, masks: &[&'a Tensor], runs: &'a [Range<usize>]) -> AttentionMasks<'a> {
+        AttentionMasks { runs: (runs.len() > 1).then_some(runs), ..self.masks.with(masks) }
     }
 
     /// The runs among these rows of the queries.
@@ -244,7 +282,7 @@ impl GroupedAttention {
         slices: impl Iterator<Item = Range<usize>>,
         device: &dyn Device,
         [dout, q, kv, out, lse]: [&Buffer; 5],
-        positions: Option<&Tensor>,
+        masks: &[&Tensor],
     ) -> Result<(Buffer, Buffer)> {
         let (attention, pointwise, layout) = (device.attention()?, device.pointwise()?, device.layout()?);
         let AttentionShape { batch, seq, heads, head_dim } = self.shape.queries;
@@ -262,7 +300,7 @@ impl GroupedAttention {
             let runs = self.runs_of(&rows);
             let queries = AttentionShape { seq: rows.len(), ..self.shape.queries };
             let shape = GroupedShape { queries, first_query: runs.first().map_or(0, |run| run.start), ..self.shape };
-            let masks = self.masks(positions, &runs);
+            let masks = self.masks(masks, &runs);
             let (part, share) = attention.grouped_grad(shape, &dout, &q, kv, &out, &lse, masks)?;
             let each = rows.len() * width;
             for sample in 0..batch {
@@ -273,6 +311,29 @@ impl GroupedAttention {
         }
         let sum = sums.finish(join).unwrap_or_else(|| device.alloc(kv.dtype(), kv.count()))?;
         Ok((dq, sum))
+    }
+
+    /// Writes the gradient of the bias of pairs of some samples.
+    fn write_bias_grad(&self, saved: [&Tensor; 5], masks: AttentionMasks<'_>, room: BlockSlot<'_>) -> Result<()> {
+        let AttentionShape { batch, seq, heads, .. } = self.shape.queries;
+        let samples = room.samples.clone();
+        let part = |x: &Buffer| {
+            let each = x.count() / batch.max(1);
+            x.slice(samples.start * each..samples.end * each)
+        };
+        let [dout, q, kv, out, lse] = saved.map(|x| part(x.buffer()));
+        let queries = AttentionShape { batch: samples.len(), ..self.shape.queries };
+        let shape = GroupedShape { queries, ..self.shape };
+        let positions = masks.documents.map(|documents| part(documents.positions)).transpose()?;
+        let lengths = masks.lengths.map(part).transpose()?;
+        let dropout =
+            masks.dropout.map(|of| AttentionDropout { first_sample: of.first_sample + samples.start as u64, ..*of });
+        let documents = masks.documents.zip(positions.as_ref());
+        let documents = documents.map(|(documents, positions)| DocumentPositions { positions, ..documents });
+        let masks = AttentionMasks { dropout: dropout.as_ref(), documents, lengths: lengths.as_ref(), ..masks };
+        let into = TableGrad::new(room, [heads * seq, self.shape.keys]);
+        let attention = saved[0].device().attention()?;
+        attention.pair_bias_grad(shape, &dout?, &q?, &kv?, &out?, &lse?, masks, into)
     }
 }
 
@@ -286,7 +347,8 @@ impl Op for GroupedAttention {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        if self.masks.has_positions() { &["q", "kv", "positions"] } else { &["q", "kv"] }
+        const NAMES: MaskedOperands = masked_operands!("q", "kv");
+        self.masks.operands(&NAMES)
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -300,7 +362,7 @@ impl Op for GroupedAttention {
         for (x, whole) in [(q, 3), (Operand { types: Types::new(&of_keys), ..kv }, 1), (kv, 2)] {
             rules::along_dim(self.name(), x, whole, &[])?;
         }
-        operands[2..].iter().try_for_each(|positions| documents::infer(self.name(), operands[0], *positions))?;
+        self.masks.infer(self.name(), (q, 2), &operands[2..])?;
         rules::per_axis(self.name(), &operands[..2], |axis, types| match (types[0], types[1]) {
             (Ty::Shard(1), Ty::Shard(1)) if exchanged(axis) => Ok(Ty::Shard(1)),
             (q, kv) if exchanged(axis) => Err((
@@ -355,13 +417,17 @@ impl Op for GroupedAttention {
             || "features turn in pairs: head_dim is even".to_owned(),
             inputs,
         )?;
+        if let Some(bias) = inputs.last().filter(|_| self.masks.has_bias()) {
+            let shape = Shape::new(&[of.heads, of.seq, s.keys]);
+            cx.require(bias.shape() == shape, || format!("bias is [heads, queries, keys], {shape:?}"), inputs)?;
+        }
         if let Some((exchange, order)) = &self.exchange {
             cx.require(
                 cx.tape().cache().is_none(),
                 || "decoding takes whole sequences: gather them".to_owned(),
                 inputs,
             )?;
-            let masks = self.masks.with(inputs.get(2).copied());
+            let masks = self.masks.with(&inputs[2..]);
             let call = Exchanged { tape: cx.tape(), device: q.device(), shape: s, masks, order };
             let (out, [q, kv, whole, lse]) = exchange.attend(&call, q, kv)?;
             for (i, saved) in [&q, &kv].into_iter().enumerate() {
@@ -372,61 +438,78 @@ impl Op for GroupedAttention {
             }
             cx.save(&whole)?;
             cx.save_exact(&lse)?;
-            inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
+            inputs[2..].iter().try_for_each(|mask| cx.save(mask))?;
             return Ok(out);
         }
         if let Some(cache) = cx.tape().cache() {
             cx.require(!self.masks.has_positions(), || "decoding continues one document".to_owned(), inputs)?;
+            self.masks.require_plain(self.name(), "decoding continues causal attention")?;
             cx.require(
                 self.is_whole(),
                 || "decoding takes the queries of all new tokens: gather them".to_owned(),
                 inputs,
             )?;
-            let (masks, group) = (self.masks.with(None), cx.tape().cache_group(self.types));
+            let (masks, group) = (self.masks.with(&[]), cx.tape().cache_group(self.types));
             let out = cache.attend(q.device(), s, [q.buffer(), kv.buffer()], masks, group)?;
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
-        let masks = self.masks(inputs.get(2).copied(), &self.runs);
+        let masks = self.masks(&inputs[2..], &self.runs);
         let (out, lse) = q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), masks)?;
         let out = Tensor::from_buffer(q.device(), out, q_shape)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
         cx.save(&out)?;
         cx.save_exact(&Tensor::from_buffer(q.device(), lse, [of.batch, of.heads, of.seq])?)?;
-        inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
+        let of_samples = inputs.len() - usize::from(self.masks.has_bias());
+        inputs[2..of_samples].iter().try_for_each(|mask| cx.save(mask))?;
+        (of_samples..inputs.len()).try_for_each(|bias| cx.save_input(bias))?;
         Ok(out)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) && !cx.needs(1) {
-            return Ok(vec![None; self.operands().len()]);
+        let (operands, bias) = (self.operands().len(), self.operands().len() - 1);
+        let learns_bias = self.masks.has_bias() && cx.needs(bias);
+        if !cx.needs(0) && !cx.needs(1) && !learns_bias {
+            return Ok(vec![None; operands]);
         }
         let (q, kv, out, lse) = (cx.saved(0)?, cx.share(cx.saved(1)?)?, cx.saved(2)?, cx.saved(3)?);
-        let positions = self.masks.has_positions().then(|| cx.saved(4)).transpose()?;
+        let masks = (2..operands).map(|i| cx.saved(2 + i)).collect::<Result<Vec<_>>>()?;
+        let masks: Vec<&Tensor> = masks.iter().collect();
         if let Some((exchange, order)) = &self.exchange {
-            let masks = self.masks.with(positions.as_ref());
+            let none = masks.iter().map(|_| None);
+            let masks = self.masks.with(&masks);
             let call = Exchanged { tape: cx.tape(), device: grad.device(), shape: self.shape, masks, order };
             let (dq, dkv) = exchange.gradients(&call, &grad, [q, kv, out, lse])?;
             let gradients = [Some(dq).filter(|_| cx.needs(0)), Some(dkv).filter(|_| cx.needs(1))];
-            return Ok(gradients.into_iter().chain(positions.map(|_| None)).collect());
+            return Ok(gradients.into_iter().chain(none).collect());
         }
+        let dbias = match masks.last().filter(|_| learns_bias) {
+            None => None,
+            Some(of) => cx.write_grad(bias, of.dtype(), of.shape(), self.shape.queries.batch, |room| {
+                self.write_bias_grad([&grad, &q, &kv, &out, &lse], self.masks(&masks, &self.runs), room)
+            })?,
+        };
         let slices = cx.tape().slices(self.name(), self.tokens)?.filter(|_| !self.tokens.are_whole());
         let saved = [&grad, &q, &kv, &out, &lse].map(Tensor::buffer);
         let seq = self.shape.queries.seq;
         let slices = slices.map_or(1, |slices| slices.here.len());
         let (dq, dkv) = match slices {
             1 => {
-                let ([dout, q, kv, out, lse], masks) = (saved, self.masks(positions.as_ref(), &self.runs));
+                let ([dout, q, kv, out, lse], masks) = (saved, self.masks(&masks, &self.runs));
                 grad.device().attention()?.grouped_grad(self.shape, dout, q, kv, out, lse, masks)?
             }
             _ => {
                 let slices = (0..slices).map(|slice| seq * slice / slices..seq * (slice + 1) / slices);
-                self.gradients_in(slices, &**grad.device(), saved, positions.as_ref())?
+                self.gradients_in(slices, &**grad.device(), saved, &masks)?
             }
         };
         let gradient = |buffer, of: &Tensor| Tensor::from_buffer(grad.device(), buffer, of.shape());
         let (dq, dkv) = (gradient(dq, &q)?, gradient(dkv, &kv)?);
-        let gradients = [Some(dq).filter(|_| cx.needs(0)), Some(dkv).filter(|_| cx.needs(1))];
-        Ok(gradients.into_iter().chain(positions.map(|_| None)).collect())
+        let mut gradients = vec![Some(dq).filter(|_| cx.needs(0)), Some(dkv).filter(|_| cx.needs(1))];
+        gradients.resize(operands, None);
+        if self.masks.has_bias() {
+            gradients[bias] = dbias;
+        }
+        Ok(gradients)
     }
 }

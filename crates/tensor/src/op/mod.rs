@@ -41,13 +41,13 @@ mod prelude {
 }
 
 mod attention;
+mod attention_mask;
 mod bias;
 mod cast;
 mod channel_norm;
 mod concat;
 mod conv;
 mod custom;
-mod documents;
 mod dropout;
 mod elementwise;
 mod embedding;
@@ -73,9 +73,9 @@ mod sum;
 mod swiglu;
 mod whole;
 
-pub use crate::kernel::{Divisors, LongRope, Rotary, RotaryScaling, Yarn};
+pub use crate::kernel::{Divisors, LongRope, Pattern, Rotary, RotaryScaling, Yarn};
+pub use attention_mask::{Documents, Mask};
 pub use channel_norm::Moments;
-pub use documents::{Documents, Mask};
 pub use exchange::{Exchange, Exchanged};
 pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;

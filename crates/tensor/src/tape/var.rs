@@ -54,6 +54,11 @@ impl Var {
         &self.tape
     }
 
+    /// Whether an operation computed it, from values that take gradients.
+    pub(crate) fn is_computed(&self) -> bool {
+        matches!(self.source, Source::Node(_))
+    }
+
     /// Whether backward may run from it: it depends on an input or a parameter that takes a gradient.
     pub fn takes_gradient(&self) -> bool {
         self.source.takes_gradient()

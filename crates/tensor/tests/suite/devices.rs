@@ -11,7 +11,7 @@ use meshwork_tensor::Precision;
 use meshwork_tensor::device::{Kernels, Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Mask, Order, Rotary, RowGroups};
+use meshwork_tensor::op::{Documents, Mask, Order, Pattern, Rotary, RowGroups};
 use meshwork_tensor::tape::{HalfType, Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var, Widened};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -44,7 +44,9 @@ fn tokens(tape: &Tape) -> Var {
 }
 
 /// Sequences of one document each: what meta counts, which does not know the positions.
-const WINDOW: Mask<'static> = Mask { documents: None, window: Some(3), cap: None };
+const WINDOW: Mask<'static> = Mask { window: Some(3), ..CAUSAL };
+
+const CAUSAL: Mask<'static> = Mask { pattern: Pattern::Causal, ..Mask::CROSS };
 
 fn documents(tape: &Tape, apart: bool) -> Documents {
     Documents { positions: ids(tape, &[0, 1, 2, 0, 1, 2], &[2, 3], types(Ty::Invariant)), apart }
@@ -143,6 +145,22 @@ pub fn cases() -> Vec<Case> {
         case("attention with a window", &[(&[2, 5, 3, 2, 4], S(3))], |_, v| v[0].causal_attention(WINDOW, None)),
         case("grouped attention of runs with a window", &[(&[2, 8, 4, 6], S(2)), (&[2, 8, 2, 12], S(3))], |_, v| {
             v[0].grouped_attention_in(&Order::zigzag(2), &v[1], Some(Rotary::new(1e4)), WINDOW, None)
+        }),
+        case("attention in both directions", &[(&[2, 70, 3, 2, 4], S(3))], |_, v| {
+            v[0].self_attention(Mask { slopes: Some(&[0.5, 0.25, 0.125, 0.0625]), ..Mask::BIDIRECTIONAL }, None)
+        }),
+        case("attention in both directions with a window", &[(&[2, 9, 3, 2, 4], S(3))], |_, v| {
+            v[0].self_attention(Mask { window: Some(3), ..Mask::BIDIRECTIONAL }, Some((0.5, "attn")))
+        }),
+        case("attention to documents in both directions", &[(&[2, 3, 3, 2, 4], S(3))], |tape, v| {
+            v[0].self_attention(Mask { documents: Some(&documents(tape, true)), ..Mask::BIDIRECTIONAL }, None)
+        }),
+        case("cross attention", &[(&[2, 5, 4, 6], S(2)), (&[2, 7, 2, 12], S(3))], |tape, v| {
+            let lengths = ids(tape, &[7, 7], &[2], types(Ty::Invariant));
+            v[0].grouped_attention(&v[1], None, Mask { lengths: Some(&lengths), ..Mask::CROSS }, Some((0.5, "attn")))
+        }),
+        case("attention with a bias", &[(&[2, 5, 4, 6], S(2)), (&[2, 5, 2, 12], S(3)), (&[4, 5, 5], S(0))], |_, v| {
+            v[0].grouped_attention(&v[1], None, Mask { bias: Some(&v[2]), cap: Some(3.0), ..Mask::BIDIRECTIONAL }, None)
         }),
         case("dropout", &[(x, S(1))], |_, v| v[0].dropout(0.5, "mlp")),
         case("positions", &[(x, S(1)), (&[9, 6], R)], |_, v| v[0].positions(&v[1])),

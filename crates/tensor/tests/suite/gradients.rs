@@ -1,9 +1,13 @@
 //! The gradient of every local operation against central differences in f64, through the tape.
+//!
+//! More than 400 lines: one test for each operation.
 
 use crate::common::check::{check, check_on};
 use crate::common::{NoParams, alone, ids, input, on_tp, tape_of, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::op::{Divisors, LongRope, Mask, MlpKind, Moments, Order, Rotary, RotaryScaling};
+use meshwork_tensor::op::{
+    Divisors, Documents, LongRope, Mask, MlpKind, Moments, Order, Pattern, Rotary, RotaryScaling,
+};
 use meshwork_tensor::tape::Weights;
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::sync::Arc;
@@ -252,6 +256,79 @@ fn grouped_attention() {
         check("two groups", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));
         let inputs: [(_, &[usize]); 2] = [("q", &[1, 70, 3, 2]), ("kv", &[1, 70, 2, 2])];
         check("one long group", &inputs, |_, v| v[0].grouped_attention(&v[1], rotary, None, dropout));
+    }
+}
+
+#[test]
+fn attention_in_both_directions_over_other_keys_and_with_shifted_scores() {
+    let lengths = |tape: &Tape, keys: &[i32]| ids(tape, keys, &[keys.len()], Types::NONE);
+    for mask in [
+        Mask::BIDIRECTIONAL,
+        Mask { window: Some(2), ..Mask::BIDIRECTIONAL },
+        Mask { slopes: Some(&[0.5, 0.25]), cap: Some(2.0), ..Mask::BIDIRECTIONAL },
+        Mask { slopes: Some(&[0.5, 0.25]), window: Some(4), ..Mask::default() },
+    ] {
+        check("self_attention", &[("qkv", &[2, 5, 3, 2, 4])], |_, v| v[0].self_attention(mask, None));
+    }
+    check("padded sequences", &[("qkv", &[2, 5, 3, 2, 4])], |tape, v| {
+        let lengths = lengths(tape, &[3, 0]);
+        v[0].self_attention(Mask { lengths: Some(&lengths), ..Mask::BIDIRECTIONAL }, None)
+    });
+    let inputs: [(_, &[usize]); 2] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 3, 2, 12])];
+    check("cross attention", &inputs, |tape, v| {
+        let lengths = lengths(tape, &[2, 3]);
+        v[0].grouped_attention(&v[1], None, Mask { lengths: Some(&lengths), ..Mask::CROSS }, Some((0.4, "cross")))
+    });
+    for pattern in [Pattern::Causal, Pattern::Bidirectional] {
+        let inputs: [(_, &[usize]); 3] = [("q", &[2, 5, 4, 6]), ("kv", &[2, 5, 2, 12]), ("bias", &[4, 5, 5])];
+        check("a bias of pairs", &inputs, |tape, v| {
+            let lengths = lengths(tape, &[4, 5]);
+            let mask = Mask { pattern, lengths: Some(&lengths), bias: Some(&v[2]), cap: Some(2.0), ..Mask::default() };
+            v[0].grouped_attention(&v[1], None, mask, Some((0.3, "biased")))
+        });
+    }
+}
+
+/// What a mask may not say, and what it does not go with.
+#[test]
+fn masks_that_do_not_fit_are_refused() {
+    let tape = tape_of(&alone());
+    let value = |name: &str, shape: &[usize]| input(&tape, &values(name, shape.iter().product()), shape, Types::NONE);
+    let (qkv, q, kv) = (value("qkv", &[2, 5, 3, 2, 4]), value("q", &[2, 5, 2, 4]), value("kv", &[2, 5, 2, 8]));
+    let (short, bias) = (value("short", &[2, 3, 2, 8]), value("bias", &[2, 5, 5]));
+    let of = |lengths: &[i32]| ids(&tape, lengths, &[lengths.len()], Types::NONE);
+    let (few, long) = (of(&[1]), of(&[6, 2]));
+    let positions = ids(&tape, &[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], &[2, 5], Types::NONE);
+    let documents = Documents { positions, apart: true };
+    let biased = Mask { bias: Some(&bias), ..Mask::default() };
+    let rotary = Some(Rotary::new(10.0));
+    let attend = |kv: &Var, rotary, mask: Mask<'_>| q.grouped_attention(kv, rotary, mask, None);
+    for (refused, message) in [
+        (qkv.causal_attention(Mask::BIDIRECTIONAL, None), "a Bidirectional mask: use self_attention"),
+        (
+            qkv.self_attention(Mask::CROSS, None),
+            "keys of another sequence and a bias of pairs are for grouped_attention",
+        ),
+        (qkv.self_attention(biased, None), "keys of another sequence and a bias of pairs are for grouped_attention"),
+        (attend(&short, None, Mask::BIDIRECTIONAL), "kv has the tokens that q has over all ranks"),
+        (
+            attend(&short, rotary, Mask::CROSS),
+            "a rotary embedding in cross attention: tokens of two sequences have no distance",
+        ),
+        (attend(&short, None, Mask { window: Some(2), ..Mask::CROSS }), "a sliding window in cross attention"),
+        (attend(&short, None, Mask { slopes: Some(&[0.5, 0.25]), ..Mask::CROSS }), "slopes in cross attention"),
+        (attend(&kv, None, Mask { documents: Some(&documents), ..Mask::CROSS }), "documents in cross attention"),
+        (attend(&kv, None, Mask { slopes: Some(&[0.5]), ..Mask::default() }), "1 slopes of 2 heads"),
+        (attend(&kv, rotary, biased), "a bias of pairs is for queries and keys that do not turn"),
+        (attend(&short, None, Mask { bias: Some(&bias), ..Mask::CROSS }), "bias is [heads, queries, keys], [2, 5, 3]"),
+        (attend(&kv, None, Mask { lengths: Some(&few), ..Mask::default() }), "1 lengths: every sequence has one"),
+        (
+            attend(&kv, None, Mask { lengths: Some(&long), ..Mask::default() }),
+            "sample 0 has 6 keys, and a sequence has from none to 5",
+        ),
+    ] {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains(message), "{refused}: not {message}");
     }
 }
 

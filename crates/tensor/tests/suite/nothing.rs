@@ -38,11 +38,13 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Result<Vec<Vec
 }
 
 /// Cases that bring targets, ids, positions or groups of extents of their own, so that no samples do not fit them.
-const OF_OTHER_EXTENTS: [&str; 11] = [
+const OF_OTHER_EXTENTS: [&str; 13] = [
     "linear_pair",
     "grouped_linear and bias",
     "attention to documents",
     "grouped attention with positions",
+    "attention to documents in both directions",
+    "cross attention",
     "embedding",
     "vocab_parallel_embedding",
     "cross_entropy",

@@ -2,7 +2,7 @@
 //! rules accept.
 
 use meshwork_core::{Axis, Ty};
-use meshwork_tensor::op::{Moments, Rotary, RowGroups};
+use meshwork_tensor::op::{Mask, Moments, Rotary, RowGroups};
 use meshwork_tensor::{Result, Tensor, Var};
 use meshwork_testkit::check::{CheckError, OpInput, Problem, Report, check_op};
 use std::rc::Rc;
@@ -165,6 +165,21 @@ fn attention() {
     let (q, kv) = (OpInput::value("q", &[1, 3, 3, 2]).fixed(&[3]), OpInput::value("kv", &[1, 3, 2, 2]).fixed(&[2]));
     for rotary in [None, Some(Rotary::new(10.0))] {
         check("grouped_attention", &[q.clone(), kv.clone()], |v| v[0].grouped_attention(&v[1], rotary, None, None));
+    }
+    check("self_attention", &[qkv()], |v| v[0].self_attention(Mask::BIDIRECTIONAL, None));
+    let (q, kv) = (x(&[2, 3, 2, 2]).fixed(&[3]), OpInput::value("kv", &[2, 2, 2, 4]).fixed(&[2]));
+    let lengths = OpInput::ids("lengths", &[2], 3);
+    let report = check("cross attention", &[q.clone(), kv, lengths], |v| {
+        v[0].grouped_attention(&v[1], None, Mask { lengths: Some(&v[2]), ..Mask::CROSS }, None)
+    });
+    // Samples cut alike, and heads or queries cut where the lengths are those of all samples.
+    assert!(report.accepted.len() >= 8, "{report}");
+    for bias in [OpInput::value, OpInput::parameter].map(|kind| kind("bias", &[2, 3, 3])) {
+        let kv = OpInput::value("kv", &[2, 3, 2, 4]).fixed(&[2]);
+        let report = check("a bias of pairs", &[q.clone(), kv, bias], |v| {
+            v[0].grouped_attention(&v[1], None, Mask { bias: Some(&v[2]), ..Mask::BIDIRECTIONAL }, None)
+        });
+        assert!(report.accepted.len() >= 2, "{report}");
     }
 }
 

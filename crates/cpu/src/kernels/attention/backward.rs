@@ -5,6 +5,7 @@ use super::ahead::{self, Ahead};
 use super::heads::RowsMut;
 use super::layout::{Call, Group, Next, QueryBlock};
 use super::rows::{VECTOR, cap_scores, cap_slope};
+use super::shift::Shift;
 use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
@@ -135,7 +136,8 @@ pub(super) fn part<T: Tiled>(
             let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [keys, head_dim]);
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
             let lse = &lse[head * call.dims.seq + rows.queries.first..][..seq];
-            let values = Rows { lse, dots, dropout: call.head_dropout(place, head) };
+            let (dropout, shift) = (call.head_dropout(place, head), call.shift(place, head));
+            let values = Rows { lse, dots, dropout, shift };
             one_head(
                 call,
                 place,
@@ -228,6 +230,7 @@ struct Rows<'a, T> {
     /// `D` of the module's equations.
     dots: &'a [T],
     dropout: super::layout::HeadDropout,
+    shift: Option<Shift<'a, T>>,
 }
 
 /// One head's sums for the gradients of `q`, `k` and `v`.
@@ -235,7 +238,7 @@ fn one_head<T: Tiled>(
     call: &Call<'_, T>,
     (group, part): (Group, QueryBlock),
     Operands { q, g, kt, vt, ks, qs, gs }: Operands<'_, T>,
-    Rows { lse, dots, dropout }: Rows<'_, T>,
+    Rows { lse, dots, dropout, shift }: Rows<'_, T>,
     [mut q_sums, mut k_sums, mut v_sums]: [RowsMut<'_, T>; 3],
     [p, ds, factors, slopes, words]: [&mut [T]; 5],
     ahead: &mut Ahead<'_, T>,
@@ -278,6 +281,12 @@ fn one_head<T: Tiled>(
                         slopes.iter_mut().zip(p).for_each(|(slope, s)| *slope = cap_slope(scale, cap, *s));
                     }
                 }
+                if let Some(shift) = shift {
+                    for (i, p) in rows.clone().zip(p.chunks_exact_mut(STRIDE)) {
+                        shift.add(scale, &mut p[..live.len()], 1, i, live.start);
+                    }
+                }
+                let of_scores = if shift.is_some() { T::ONE } else { scale };
                 wide(
                     #[inline(always)]
                     || {
@@ -285,7 +294,7 @@ fn one_head<T: Tiled>(
                         for (i, (p, ds)) in rows {
                             let shown = live.len().min((past + i + 1).saturating_sub(keys.start));
                             let hidden = part.hidden_from(i, window).saturating_sub(keys.start);
-                            softmax_backward(scale, [lse[i], dots[i]], [p, ds], hidden..shown);
+                            softmax_backward([of_scores, scale], [lse[i], dots[i]], [p, ds], hidden..shown);
                         }
                     },
                 );
@@ -325,13 +334,18 @@ fn one_head<T: Tiled>(
 /// Turns the products of a row of `S` and of `dP` into `P` and `dS` where a key is `seen`; sets the others, up to a
 /// whole vector behind them and one more, to zero.
 #[inline(always)]
-fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], seen: Range<usize>) {
+fn softmax_backward<T: Float>(
+    [of_scores, scale]: [T; 2],
+    [lse, d]: [T; 2],
+    [p, ds]: [&mut [T]; 2],
+    seen: Range<usize>,
+) {
     let (p, ds) = (p.as_chunks_mut::<VECTOR>().0, ds.as_chunks_mut::<VECTOR>().0);
     let vectors = seen.end.div_ceil(VECTOR);
     for (at, (p, ds)) in p[..vectors].iter_mut().zip(&mut ds[..vectors]).enumerate() {
         let [hidden, shown] = [seen.start, seen.end].map(|key| key as i32 - (at * VECTOR) as i32);
         for l in 0..VECTOR {
-            let probability = (p[l] * scale - lse).exp();
+            let probability = (p[l] * of_scores - lse).exp();
             let gradient = probability * (ds[l] - d) * scale;
             let is_seen = (hidden <= l as i32) & ((l as i32) < shown);
             // The row is not zeroed beforehand, because a load from memory just written by several stores stalls until

@@ -1,7 +1,7 @@
 //! Documents packed into a sequence. If tokens attend only to their own document, each document is a separate sequence:
 //! tiles between documents are not computed, and the bits of a document do not depend on its place or its neighbours.
 
-use meshwork_tensor::kernel::seen_pairs;
+use meshwork_tensor::kernel::Reach;
 use std::ops::Range;
 use std::slice;
 
@@ -79,18 +79,6 @@ impl Packing {
         Ok(Self { documents, of_sample, apart })
     }
 
-    /// Pairs of one of these queries and one of these keys that count in one head, over all samples.
-    pub fn pairs(&self, queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
-        if !self.apart {
-            return self.samples() as u64 * seen_pairs(queries, keys, window);
-        }
-        let own = self.documents.iter().filter_map(|document| {
-            let among = |tokens| document.among(tokens).map(|own| own.range());
-            Some(seen_pairs(among(&queries)?, among(&keys)?, window))
-        });
-        own.sum()
-    }
-
     pub(super) fn samples(&self) -> usize {
         self.of_sample.len() - 1
     }
@@ -103,6 +91,26 @@ impl Packing {
     pub(super) fn positions(&self) -> usize {
         self.documents.iter().map(|document| document.position + document.len).max().unwrap_or(0)
     }
+}
+
+/// Pairs of one of these queries and one of these keys, by their tokens, that count in one head, over so many samples.
+pub fn pairs(
+    samples: usize,
+    packing: Option<&Packing>,
+    [queries, keys]: [Range<usize>; 2],
+    reach: Reach,
+    lengths: Option<&[usize]>,
+) -> u64 {
+    let all = Document { first: 0, len: queries.end.max(keys.end), position: 0 };
+    let of_sample = |sample: usize| {
+        let end = lengths.map_or(keys.end, |lengths| lengths[sample].min(keys.end));
+        let own = attending(packing, sample, &all).iter().filter_map(|document| {
+            let keys = document.among(&(keys.start..end))?;
+            Some(reach.pairs(document.among(&queries)?.range(), keys.range()))
+        });
+        own.sum::<u64>()
+    };
+    (0..samples).map(of_sample).sum()
 }
 
 /// The parts of a sample that attend to themselves; `whole` if its tokens see all documents.
@@ -133,14 +141,22 @@ mod tests {
         };
         assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
         assert_eq!(of(1), [[0, 6, 0]]);
-        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));
-        assert_eq!(packing.pairs(3..6, 0..6, None), (2 + 3 + 1) + (4 + 5 + 6));
-        assert_eq!(packing.pairs(0..3, 0..6, None), (1 + 2 + 1) + (1 + 2 + 3));
+        let seen = |packing: &Packing, queries, keys, window| {
+            pairs(2, Some(packing), [queries, keys], Reach { ahead: 0, window }, None)
+        };
+        assert_eq!((packing.samples(), packing.positions(), seen(&packing, 0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));
+        assert_eq!(seen(&packing, 3..6, 0..6, None), (2 + 3 + 1) + (4 + 5 + 6));
+        assert_eq!(seen(&packing, 0..3, 0..6, None), (1 + 2 + 1) + (1 + 2 + 3));
         // The last three queries over keys before them: two of the second document, and all of the other sample.
-        assert_eq!(packing.pairs(3..6, 0..3, None), (1 + 1) + 3 * 3);
+        assert_eq!(seen(&packing, 3..6, 0..3, None), (1 + 1) + 3 * 3);
         let open = Packing { apart: false, ..packing.clone() };
-        assert_eq!([open.pairs(0..6, 0..6, None), open.pairs(3..5, 0..6, None)], [2 * 21, 2 * (4 + 5)]);
-        assert_eq!([packing.pairs(0..6, 0..6, Some(2)), open.pairs(3..5, 0..6, Some(2))], [(3 + 5 + 1) + 11, 2 * 4]);
+        assert_eq!([seen(&open, 0..6, 0..6, None), seen(&open, 3..5, 0..6, None)], [2 * 21, 2 * (4 + 5)]);
+        assert_eq!([seen(&packing, 0..6, 0..6, Some(2)), seen(&open, 3..5, 0..6, Some(2))], [(3 + 5 + 1) + 11, 2 * 4]);
+        // In both directions, of all documents and of the first keys of each sample.
+        let all = Reach { ahead: 6, window: None };
+        let seen = |lengths| pairs(2, Some(&packing), [0..6, 0..6], all, lengths);
+        assert_eq!([seen(None), seen(Some(&[3, 0]))], [(4 + 9 + 1) + 36, 4 + 3]);
+        assert_eq!(pairs(2, None, [0..6, 0..6], Reach { ahead: 1, window: Some(3) }, Some(&[2, 6])), (2 + 2 + 1) + 16);
     }
 
     #[test]

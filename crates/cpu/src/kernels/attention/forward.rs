@@ -93,7 +93,7 @@ fn many<T: Tiled>(
             };
             let qt = tiles.pack([head_dim, seq], (q, (1, q_read)), qt);
             let mut out = out.part(0..seq, head * head_dim);
-            let dropout = call.head_dropout(place, head);
+            let (dropout, shift) = (call.head_dropout(place, head), call.shift(place, head));
             for queries in blocks(0..seq, width) {
                 // From an even key on, where words of two terms begin.
                 let from = rows.hidden_from(queries.start, window) / 2 * 2;
@@ -103,6 +103,15 @@ fn many<T: Tiled>(
                 if let Some(cap) = call.masks.cap {
                     cap_scores(call.scale(), T::from_f64(cap), scores);
                 }
+                let scale = match shift {
+                    None => scale,
+                    Some(shift) => {
+                        for (lane, i) in queries.clone().enumerate() {
+                            shift.add(scale, &mut scores[lane..], width, i, from);
+                        }
+                        T::ONE
+                    }
+                };
                 let mut inverses = [T::ZERO; MAX_WIDTH];
                 for strip in (0..queries.len()).step_by(VECTOR) {
                     let first = queries.start + strip;
@@ -206,7 +215,10 @@ fn few<T: Tiled>(
                 if let Some(cap) = call.masks.cap {
                     cap_scores(call.scale(), T::from_f64(cap), scores);
                 }
-                let [sum, inverse] = softmax_row(call.scale(), scores, hidden - from, from % FORWARD_KEYS);
+                let shift = call.shift(place, head);
+                shift.iter().for_each(|shift| shift.add(call.scale(), scores, 1, i, from));
+                let scale = if shift.is_some() { T::ONE } else { call.scale() };
+                let [sum, inverse] = softmax_row(scale, scores, hidden - from, from % FORWARD_KEYS);
                 (lse[head * call.dims.seq + rows.queries.first + i], inverses[head]) = (sum, inverse);
                 if let Some((mask, start)) = call.head_dropout(place, head) {
                     let factors = &mut factors[..scores.len()];

@@ -8,6 +8,7 @@ use super::stored::StoredAs;
 use super::tiles::Tiles;
 use super::{Dims, FORWARD_KEYS, Groups, Masks};
 use crate::kernels::dropout::Mask;
+use meshwork_tensor::kernel::Reach;
 use std::ops::Range;
 
 /// Values shared by all heads of a call.
@@ -19,6 +20,8 @@ pub(super) struct Call<'a, T> {
     pub(super) layout: Layout,
     pub(super) angles: Option<Angles<'a, T>>,
     pub(super) masks: Masks<'a>,
+    /// What is added to each score, `[heads, seq, keys]`.
+    pub(super) bias: Option<&'a [T]>,
 }
 
 /// The heads of a sample that share keys and values.
@@ -38,7 +41,7 @@ pub(super) struct QueryBlock {
     pub(super) token: usize,
     /// The keys, by their rows in memory.
     pub(super) keys: Document,
-    /// Keys before the first query's own.
+    /// Keys before the last one that the first query sees, if there are as many.
     pub(super) past: usize,
     /// Whether these queries follow another run of queries.
     pub(super) later: bool,
@@ -145,6 +148,12 @@ impl<'a, T: Float> Call<'a, T> {
         let known = self.masks.packing.is_none() || runs().all(|run| run.end <= self.dims.keys.sequence);
         assert!(known, "queries without a document in {:?}", self.dims);
         assert_ne!(self.masks.window, Some(0), "a window of no keys");
+        let Dims { batch, seq, heads, keys, .. } = self.dims;
+        let lengths = self.masks.lengths.map_or(batch, <[_]>::len);
+        assert_eq!(lengths, batch, "lengths for {:?}", self.dims);
+        assert_eq!(self.masks.slopes.map_or(heads, <[_]>::len), heads, "slopes for {:?}", self.dims);
+        let of_pairs = heads * seq * keys.count;
+        assert_eq!(self.bias.map_or(of_pairs, <[_]>::len), of_pairs, "bias for {:?}", self.dims);
         let before = runs().all(|run| self.dims.keys.first <= run.start);
         assert!(before, "keys behind queries in {:?}", self.dims);
     }
@@ -162,29 +171,34 @@ impl<'a, T: Float> Call<'a, T> {
     /// Whether a query may see no key, because its window or its document begins behind them.
     pub(super) fn hides_all_keys(&self) -> bool {
         let (behind, packed) = (self.dims.keys.tokens().end, self.masks.packing.is_some());
-        let windowed = |run: &Range<usize>| self.masks.window.is_some_and(|of| run.end.saturating_sub(of) >= behind);
-        self.masks.runs(self.dims).any(|run| windowed(&run) || packed && run.end > behind)
+        let Reach { ahead, window } = self.masks.reach();
+        let windowed = |run: &Range<usize>| window.is_some_and(|of| (run.end + ahead).saturating_sub(of) >= behind);
+        let hides = |run: Range<usize>| windowed(&run) || packed && run.end > behind;
+        behind == self.dims.keys.first || self.masks.lengths.is_some() || self.masks.runs(self.dims).any(hides)
     }
 
     /// What attends to itself in a sample, as far as it has queries here that see a key.
     fn attending(&self, sample: usize) -> Vec<QueryBlock> {
-        let (held, window, mut row, mut parts) = (self.dims.keys.tokens(), self.masks.window, 0, Vec::new());
+        let (held, Reach { ahead, window }) = (self.dims.keys.tokens(), self.masks.reach());
+        let shown = self.masks.lengths.map_or(held.end, |lengths| lengths[sample].min(held.end));
+        let (mut row, mut parts) = (0, Vec::new());
         let end = self.masks.runs(self.dims).map(|run| run.end).fold(held.end, usize::max);
         let whole = Document { first: 0, len: end, position: 0 };
         for (number, run) in self.masks.runs(self.dims).enumerate() {
             let documents = documents::attending(self.masks.packing, sample, &whole).iter();
             parts.extend(documents.filter_map(|document| {
                 let own = document.among(&run)?;
-                let keys = document.among(&(held.start..held.end.min(own.range().end)))?;
-                let seeing = window.map_or(usize::MAX, |window| keys.range().end.saturating_add(window) - 1);
+                let keys = document.among(&(held.start..shown.min(own.range().end + ahead)))?;
+                let seeing = window
+                    .map_or(usize::MAX, |window| (keys.range().end.saturating_add(window) - 1).saturating_sub(ahead));
                 let own = own.among(&(0..seeing))?;
                 // From the block of the first key that is seen, so that sums begin at the same blocks in every call.
-                let hidden =
-                    window.map_or(0, |window| (own.first + 1).saturating_sub(keys.first.saturating_add(window)));
+                let last = own.first + ahead + 1;
+                let hidden = window.map_or(0, |window| last.saturating_sub(keys.first.saturating_add(window)));
                 let first = keys.first + hidden / FORWARD_KEYS * FORWARD_KEYS;
                 let keys = keys.among(&(first..usize::MAX))?;
                 let queries = Document { first: row + own.first - run.start, ..own };
-                let past = own.first - keys.first;
+                let past = own.first + ahead - keys.first;
                 let keys = Document { first: keys.first - held.start, ..keys };
                 Some(QueryBlock { queries, token: own.first, keys, past, later: number > 0 })
             }));
@@ -350,6 +364,7 @@ mod tests {
                 layout,
                 angles: None,
                 masks: Masks::default(),
+                bias: None,
             };
             let all: Vec<_> = groups.each(d).collect();
             for pair in all.windows(2) {

@@ -44,7 +44,7 @@ proptest! {
             }
             let q = turn(new(&q, seq, width), whole.heads, whole.heads);
             let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; batch * whole.heads * seq_now]);
-            grouped_forward(f32::tiles(precision), dims, groups, None, [&q, &cache], &mut out, &mut lse, masks);
+            grouped_forward(f32::tiles(precision), dims, groups, None, [&q, &cache], &mut out, &mut lse, masks, None);
             prop_assert_eq!(&out, &new(&expected, seq, width));
             prop_assert_eq!(&lse, &new(&expected_lse, seq, 1));
             past += seq_now;

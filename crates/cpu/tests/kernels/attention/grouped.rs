@@ -117,7 +117,7 @@ impl Case {
         let nan = T::from(f32::NAN);
         let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
         let angles = self.turned.then_some(Angles(&table));
-        grouped_forward(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, masks);
+        grouped_forward(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, masks, None);
         [out, lse]
     }
 
@@ -154,7 +154,7 @@ impl Case {
         let (nan, table) = (T::from(f32::NAN), self.angles::<T>());
         let (mut dq, mut dkv) = (vec![nan; saved.q.len()], vec![nan; saved.kv.len()]);
         let angles = self.turned.then_some(Angles(&table));
-        grouped_backward(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
+        grouped_backward(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks, None);
         [dq, dkv]
     }
 }

@@ -174,5 +174,6 @@ fn queries_behind_the_documents_of_the_keys_are_refused() {
         &mut out,
         &mut lse,
         masks,
+        None,
     );
 }
