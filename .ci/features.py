@@ -4,6 +4,8 @@
 Otherwise `cargo test -p CRATE --all-features` would build most dependencies again after `cargo test --workspace
 --all-features`. For each crate whose tests select another set, prints the dependency and the features to write. A
 library whose own tests are not built (`test = false`) has none.
+
+And the facade without its feature `train` compiles none of the crates that read command lines and configuration files, or draw on a terminal.
 """
 
 import json
@@ -14,6 +16,8 @@ from pathlib import Path
 
 # Built in a target folder of its own, with other flags.
 APART = {"meshwork-schedules"}
+# What only `meshwork-train` is for.
+OF_PROGRAMS = {"clap", "console", "indicatif", "lipsum", "toml", "tokenizers", "tiktoken-rs", "meshwork-train"}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,7 +37,17 @@ def selected(*packages):
     return sets
 
 
+def bare():
+    """The packages that the facade compiles without its default feature."""
+    tree = cargo("tree", "--package=meshwork", "--no-default-features", "--edges=normal", "--prefix=none", "--format={p}")
+    return {line.removesuffix(" (*)") for line in tree.splitlines() if line}
+
+
 def main():
+    packages = bare()
+    if stray := OF_PROGRAMS & {package.split()[0] for package in packages}:
+        sys.exit(f"meshwork without its feature `train` compiles {', '.join(sorted(stray))}: put what needs them behind that feature")
+    print(f"    the facade without `train`: {len(packages)} packages, its own among them")
     workspace, missing = selected("--workspace"), defaultdict(set)
     metadata = json.loads(cargo("metadata", "--no-deps", "--format-version=1"))
     for package in (package for package in metadata["packages"] if package["name"] not in APART):

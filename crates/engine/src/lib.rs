@@ -72,7 +72,7 @@ pub use state::{
 };
 pub use state_vector::{StateKey, StateKind};
 pub use statistics::ReportedStatistic;
-pub use step::{AtCuts, Evaluation, HeldVector, Offloaded, RankTime, StepReport, Trainer};
+pub use step::{AtCuts, Evaluation, HeldVector, Offloaded, Outputs, RankTime, StepReport, Trainer};
 pub use update::OPTIMIZER;
 pub use verify::Verify;
 pub use watch::{At, Watch};

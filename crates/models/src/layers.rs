@@ -37,7 +37,8 @@ impl ConvNorm {
         [kernel, stride]: [usize; 2],
         norm: Norm,
     ) -> Result<Self> {
-        let conv = Conv2d::new(params, &format!("{name}.conv"), channels, features, kernel, stride, false)?;
+        let init = Init::kaiming_normal(kernel * kernel * channels);
+        let conv = Conv2d::new(params, &format!("{name}.conv"), [channels, features], [kernel, stride], false, init)?;
         let name = format!("{name}.norm");
         let norm = match norm {
             Norm::Batch => NormLayer::Batch(BatchNorm2d::new(params, &name, features, true)?),

@@ -2,7 +2,7 @@
 
 use crate::Linear;
 use meshwork_tensor::op::{GroupedHeads, Mask, Rotary};
-use meshwork_tensor::{Declarations, Result, Tape, Var};
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 
 /// `y = concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo`, where `[Q, K, V] = x · Wqkvᵀ + bqkv`, the biases optional.
 #[derive(Clone, Debug)]
@@ -21,13 +21,13 @@ impl SelfAttention {
         hidden: usize,
         heads: usize,
         bias: bool,
-        std: f32,
-        out_std: f32,
+        init: impl Into<Init>,
+        out_init: impl Into<Init>,
     ) -> Result<Self> {
         let (head_dim, part) = (hidden / heads, |part: &str| format!("{name}.{part}"));
         Ok(Self {
-            qkv: Linear::structural(params, &part("qkv"), &[hidden], &[3, heads, head_dim], bias, std)?,
-            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_std)?,
+            qkv: Linear::structural(params, &part("qkv"), &[hidden], &[3, heads, head_dim], bias, init)?,
+            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_init)?,
             name: name.to_owned(),
         })
     }
@@ -62,15 +62,15 @@ impl GroupedSelfAttention {
         hidden: usize,
         of: GroupedHeads,
         bias: bool,
-        std: f32,
-        out_std: f32,
+        init: impl Into<Init>,
+        out_init: impl Into<Init>,
     ) -> Result<Self> {
-        let GroupedHeads { heads, kv_heads, head_dim, rotary } = of;
+        let (GroupedHeads { heads, kv_heads, head_dim, rotary }, init) = (of, init.into());
         let part = |part: &str| format!("{name}.{part}");
         Ok(Self {
-            q: Linear::structural(params, &part("q"), &[hidden], &[heads, head_dim], bias, std)?,
-            kv: Linear::structural(params, &part("kv"), &[hidden], &[2, kv_heads * head_dim], bias, std)?,
-            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_std)?,
+            q: Linear::structural(params, &part("q"), &[hidden], &[heads, head_dim], bias, init)?,
+            kv: Linear::structural(params, &part("kv"), &[hidden], &[2, kv_heads * head_dim], bias, init)?,
+            out: Linear::structural(params, &part("out"), &[heads, head_dim], &[hidden], bias, out_init)?,
             name: name.to_owned(),
             rotary,
         })

@@ -14,22 +14,20 @@ pub struct Conv2d {
 }
 
 impl Conv2d {
-    /// Declares `{name}.weight` `[features, kernel, kernel, channels]`, normal with variance 2 / terms (He et al.,
-    /// 2015: it preserves the scale of activations before a ReLU), and `{name}.bias` `[features]`, zero. An odd kernel
-    /// is padded so that stride 1 keeps height and width.
+    /// Declares `{name}.weight` `[features, kernel, kernel, channels]` with these initial values (before a rectifier,
+    /// [`Init::kaiming_normal`] of `kernel² · channels`), and `{name}.bias` `[features]`, zero. An odd kernel is padded
+    /// so that stride 1 keeps height and width.
     pub fn new(
         params: &mut Declarations,
         name: &str,
-        channels: usize,
-        features: usize,
-        kernel: usize,
-        stride: usize,
+        [channels, features]: [usize; 2],
+        [kernel, stride]: [usize; 2],
         bias: bool,
+        init: impl Into<Init>,
     ) -> Result<Self> {
-        let init = Init::Normal { std: (2.0 / (kernel * kernel * channels) as f32).sqrt() };
         let (whole, dims) = (Placement::replicated, [features, kernel, kernel, channels]);
         let group = ParamGroup::hidden(Matrices::new(0, 3));
-        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
+        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init.into(), group)?;
         let bias = match bias {
             true => Some(params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?),
             false => None,

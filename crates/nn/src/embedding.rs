@@ -11,15 +11,27 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Declares `{name}.weight` [rows, features], normal with the given standard deviation.
-    pub fn new(params: &mut Declarations, name: &str, rows: usize, features: usize, std: f32) -> Result<Self> {
-        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+    /// Declares `{name}.weight` [rows, features], with these initial values.
+    pub fn new(
+        params: &mut Declarations,
+        name: &str,
+        rows: usize,
+        features: usize,
+        init: impl Into<Init>,
+    ) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), init.into());
         Ok(Self { weight: params.declare(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
     }
 
     /// Shares the table that another layer, on whichever stage, declares with the same arguments: a tied head.
-    pub fn tied(params: &mut Declarations, name: &str, rows: usize, features: usize, std: f32) -> Result<Self> {
-        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+    pub fn tied(
+        params: &mut Declarations,
+        name: &str,
+        rows: usize,
+        features: usize,
+        init: impl Into<Init>,
+    ) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), init.into());
         Ok(Self { weight: params.tie(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
     }
 
@@ -42,9 +54,15 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// Declares `{name}.weight` [seq, features], normal with the given standard deviation.
-    pub fn new(params: &mut Declarations, name: &str, seq: usize, features: usize, std: f32) -> Result<Self> {
-        let (name, init) = (format!("{name}.weight"), Init::Normal { std });
+    /// Declares `{name}.weight` [seq, features], with these initial values.
+    pub fn new(
+        params: &mut Declarations,
+        name: &str,
+        seq: usize,
+        features: usize,
+        init: impl Into<Init>,
+    ) -> Result<Self> {
+        let (name, init) = (format!("{name}.weight"), init.into());
         Ok(Self { weight: params.declare(name, &[seq, features], Placement::replicated(), Role::Weight, init)? })
     }
 

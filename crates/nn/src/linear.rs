@@ -12,16 +12,17 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Declares `{name}.weight`, normal with the given standard deviation, and, with a bias, `{name}.bias`, zero.
+    /// Declares `{name}.weight`, with these initial values (a number: normal ones of that
+    /// standard deviation), and, with a bias, `{name}.bias`, zero.
     pub fn new(
         params: &mut Declarations,
         name: &str,
         input: usize,
         output: usize,
         bias: bool,
-        std: f32,
+        init: impl Into<Init>,
     ) -> Result<Self> {
-        Self::structural(params, name, &[input], &[output], bias, std)
+        Self::structural(params, name, &[input], &[output], bias, init)
     }
 
     /// The same, as the last layer of a model: its weight is no matrix of a [hidden](ParamGroup::hidden) layer.
@@ -31,10 +32,10 @@ impl Linear {
         input: usize,
         output: usize,
         bias: bool,
-        std: f32,
+        init: impl Into<Init>,
     ) -> Result<Self> {
         let [group, of_bias] = [Role::Weight, Role::Bias].map(ParamGroup::for_role);
-        Self::declare(params, name, &[input], &[output], bias.then_some(of_bias), std, group)
+        Self::declare(params, name, &[input], &[output], bias.then_some(of_bias), init, group)
     }
 
     /// The same over structural dims: `{name}.weight` `[output.., input..]`, `{name}.bias` `[output..]`.
@@ -44,9 +45,9 @@ impl Linear {
         input: &[usize],
         output: &[usize],
         bias: bool,
-        std: f32,
+        init: impl Into<Init>,
     ) -> Result<Self> {
-        Self::of_matrices(params, name, input, output, bias, std, Matrices::new(0, input.len()))
+        Self::of_matrices(params, name, input, output, bias, init, Matrices::new(0, input.len()))
     }
 
     /// The same for several projections in one: `matrices` says which dims of `{name}.weight` number them.
@@ -56,11 +57,11 @@ impl Linear {
         input: &[usize],
         output: &[usize],
         bias: bool,
-        std: f32,
+        init: impl Into<Init>,
         matrices: Matrices,
     ) -> Result<Self> {
         let bias = bias.then_some(ParamGroup::bias(matrices));
-        Self::declare(params, name, input, output, bias, std, ParamGroup::hidden(matrices))
+        Self::declare(params, name, input, output, bias, init, ParamGroup::hidden(matrices))
     }
 
     fn declare(
@@ -69,12 +70,11 @@ impl Linear {
         input: &[usize],
         output: &[usize],
         bias: Option<ParamGroup>,
-        std: f32,
+        init: impl Into<Init>,
         group: ParamGroup,
     ) -> Result<Self> {
         let (whole, dims) = (Placement::replicated, [output, input].concat());
-        let init = Init::Normal { std };
-        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
+        let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init.into(), group)?;
         let declare =
             |group| params.declare_in(format!("{name}.bias"), output, whole(), Role::Bias, Init::Zeros, group);
         let bias = bias.map(declare).transpose()?;

@@ -33,8 +33,8 @@ fn wide(x: &Var) -> Vec<f64> {
 #[test]
 fn layers_declare_their_parameters_and_keep_extents() {
     let mut declared = Declarations::new();
-    let conv = Conv2d::new(&mut declared, "conv", 4, 6, 3, 2, true).unwrap();
-    let pixels = Conv2d::new(&mut declared, "pixels", 6, 8, 1, 1, false).unwrap();
+    let conv = Conv2d::new(&mut declared, "conv", [4, 6], [3, 2], true, Init::kaiming_normal(36)).unwrap();
+    let pixels = Conv2d::new(&mut declared, "pixels", [6, 8], [1, 1], false, Init::kaiming_normal(6)).unwrap();
     let norm = GroupNorm::new(&mut declared, "norm", 8, 4, true).unwrap();
     BatchNorm2d::new(&mut declared, "batch", 8, true).unwrap();
     GroupNorm::new(&mut declared, "scaled", 8, 4, false).unwrap();

@@ -21,19 +21,44 @@ pub struct Operand<'a> {
     pub types: Types,
     /// Its number of dims.
     pub ndim: usize,
-    /// Whether it is read straight from a parameter, so that [`resolve_reads`] may make it Invariant.
-    pub param: bool,
+    /// What it was read from, so that [`resolve_reads`] and [`resolve_constants`] may change its types.
+    pub origin: Origin,
+    /// Dims of the first operand over which this one, of extent 1 there, is repeated: a bit each. Over the leading dims
+    /// that it lacks it is repeated without saying so.
+    pub repeats: u32,
+}
+
+/// What an operand was read from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Computed, or given with a gradient.
+    Value,
+    /// Read straight from a parameter.
+    Parameter,
+    /// Given, or computed from what is given, without a gradient.
+    Constant,
 }
 
 impl<'a> Operand<'a> {
     /// An operand that is not a parameter.
     pub fn value(name: &'a str, types: Types, ndim: usize) -> Self {
-        Self { name, types, ndim, param: false }
+        Self { name, types, ndim, origin: Origin::Value, repeats: 0 }
     }
 
     /// A parameter: `Shard` where its placement says so, `Replicate` elsewhere.
     pub fn parameter(name: &'a str, types: Types, ndim: usize) -> Self {
-        Self { name, types, ndim, param: true }
+        Self { origin: Origin::Parameter, ..Self::value(name, types, ndim) }
+    }
+
+    /// The same operand, repeated over these dims of the first operand too, where its extent is 1.
+    #[must_use]
+    pub fn repeated(self, dims: impl IntoIterator<Item = usize>) -> Self {
+        Self { repeats: dims.into_iter().fold(self.repeats, |repeats, dim| repeats | 1 << dim), ..self }
+    }
+
+    /// Whether it is repeated over dim `dim` of an operand of `ndim` dims.
+    fn is_repeated(&self, dim: usize, ndim: usize) -> bool {
+        dim < ndim.saturating_sub(self.ndim) || self.repeats >> dim & 1 == 1
     }
 }
 
@@ -44,16 +69,39 @@ pub type Verdict = Result<Ty, (String, String)>;
 /// `Replicate`. No collective is involved: the gradient of a `Replicate` read stays `Partial` for the reducer.
 pub fn resolve_reads(operands: &mut [Operand<'_>]) {
     for axis in Axis::ALL {
-        let mut others = operands.iter().filter(|operand| !operand.param).peekable();
+        let mut others = operands.iter().filter(|operand| operand.origin != Origin::Parameter).peekable();
         if others.peek().is_none() || !others.all(|operand| operand.types.get(axis) == Some(Ty::Invariant)) {
             continue;
         }
-        for operand in operands.iter_mut().filter(|operand| operand.param) {
+        for operand in operands.iter_mut().filter(|operand| operand.origin == Origin::Parameter) {
             if operand.types.get(axis) == Some(Ty::Replicate) {
                 operand.types = operand.types.with(axis, Ty::Invariant);
             }
         }
     }
+}
+
+/// A constant has no gradient, so that one that is the same on every rank is `Invariant` and `Replicate` at once. Where
+/// its declared type is refused, an operation reads it as parameters are read: per axis `Invariant` if every value is,
+/// else `Replicate`. Returns whether a type changed.
+pub fn resolve_constants(operands: &mut [Operand<'_>]) -> bool {
+    let mut changed = false;
+    for axis in Axis::ALL {
+        let values = operands.iter().filter(|operand| operand.origin == Origin::Value);
+        let types: Vec<_> = values.map(|operand| operand.types.get(axis)).collect();
+        let read = if !types.is_empty() && types.iter().all(|&ty| ty == Some(Ty::Invariant)) {
+            Ty::Invariant
+        } else {
+            Ty::Replicate
+        };
+        for operand in operands.iter_mut().filter(|operand| operand.origin == Origin::Constant) {
+            if matches!(operand.types.get(axis), Some(Ty::Replicate | Ty::Invariant)) {
+                changed |= operand.types.get(axis) != Some(read);
+                operand.types = operand.types.with(axis, read);
+            }
+        }
+    }
+    changed
 }
 
 /// Applies `rule` on every axis of the first operand.
@@ -109,13 +157,14 @@ fn not_partial(op: &str, axis: Axis, name: &str, ty: Ty) -> Verdict {
     }
 }
 
-/// The sum `x + y`, where `y` may have fewer dims and is then repeated over the leading dims of `x`.
+/// The sum `x + y`, where `y` may have fewer dims, or dims of extent 1, and is then [repeated](Operand::repeated) over
+/// those of `x`.
 pub fn add(op: &str, x: Operand<'_>, y: Operand<'_>) -> Result<Types, SpmdError> {
     let lead = x.ndim.saturating_sub(y.ndim);
     per_axis(op, &[x, y], |axis, types| match (types[0], types[1]) {
         (Ty::Shard(d), Ty::Shard(e)) if d == e + lead => Ok(Ty::Shard(d)),
         // y is repeated over the dim that is sharded.
-        (Ty::Shard(d), Ty::Replicate) if d < lead => Ok(Ty::Shard(d)),
+        (Ty::Shard(d), Ty::Replicate) if y.is_repeated(d, x.ndim) => Ok(Ty::Shard(d)),
         (Ty::Varying, Ty::Replicate) | (Ty::Replicate, Ty::Varying) => Ok(Ty::Varying),
         (tx, ty) if tx == ty && !matches!(tx, Ty::Shard(_)) => Ok(tx),
         (Ty::Partial, other) | (other, Ty::Partial) => {
@@ -175,6 +224,68 @@ pub fn contract(op: &str, x: Operand<'_>, w: Operand<'_>, contract: usize) -> Re
         (tx, tw) => Err((
             format!("{xn} is {tx} and {wn} is {tw}: their product would need communication"),
             format!("all_gather {xn}, or shard along the contracted dim of both"),
+        )),
+    })
+}
+
+/// The product of matrices `x [lead.., m, k] · y [lead.., k, n] = [lead.., m, n]`, one for each index of the leading
+/// dims, which both have. `[m, kx]` and `[ky, n]` are the dims of x and of y, for operands that are stored transposed.
+///
+/// | x | y | x · y | gradient of x | gradient of y |
+/// |---|---|---|---|---|
+/// | `Invariant` | `Invariant` | `Invariant` | `Invariant` | `Invariant` |
+/// | `Replicate` | `Replicate` | `Replicate` | `Partial` | `Partial` |
+/// | `Shard(d)`, a leading dim | `Shard(d)` | `Shard(d)` | `Shard(d)` | `Shard(d)` |
+/// | `Shard(m)` | `Replicate` | `Shard(m)` | `Shard(m)` | `Partial` |
+/// | `Replicate` | `Shard(n)` | `Shard(n)` | `Partial` | `Shard(n)` |
+/// | `Shard(k)` | `Shard(k)` | `Partial` | `Shard(k)` | `Shard(k)` |
+/// | `Partial` | `Replicate` | `Partial` | `Replicate` | `Partial` |
+/// | `Varying` | `Varying` | `Varying` | `Varying` | `Varying` |
+/// | `Varying` | `Replicate` | `Varying` | `Varying` | `Partial` |
+///
+/// The rows with `Partial` and with `Varying` beside `Replicate` hold with the operands swapped. Everything else is
+/// refused.
+pub fn matrices(
+    op: &str,
+    x: Operand<'_>,
+    y: Operand<'_>,
+    [m, kx]: [usize; 2],
+    [ky, n]: [usize; 2],
+) -> Result<Types, SpmdError> {
+    let (lead, xn, yn) = (x.ndim.saturating_sub(2), x.name, y.name);
+    per_axis(op, &[x, y], |axis, types| match (types[0], types[1]) {
+        (Ty::Invariant, Ty::Invariant) => Ok(Ty::Invariant),
+        (Ty::Replicate, Ty::Replicate) => Ok(Ty::Replicate),
+        (Ty::Varying, Ty::Varying | Ty::Replicate) | (Ty::Replicate, Ty::Varying) => Ok(Ty::Varying),
+        (Ty::Partial, Ty::Replicate) | (Ty::Replicate, Ty::Partial) => Ok(Ty::Partial),
+        (Ty::Shard(d), Ty::Shard(e)) if d == e && d < lead => Ok(Ty::Shard(d)),
+        (Ty::Shard(d), Ty::Shard(e)) if d == kx && e == ky => Ok(Ty::Partial),
+        (Ty::Shard(d), Ty::Replicate) if d == m => Ok(Ty::Shard(lead)),
+        (Ty::Replicate, Ty::Shard(e)) if e == n => Ok(Ty::Shard(lead + 1)),
+        (Ty::Partial, Ty::Partial) => Err((
+            format!("{xn} and {yn} are both Partial, and a product of sums is not the sum of products"),
+            format!("all_reduce_replicate one of them over {axis} first"),
+        )),
+        (Ty::Partial, other) | (other, Ty::Partial) => Err((
+            format!("one of {xn} and {yn} is Partial and the other {other}: a value used before its reduction"),
+            format!("all_reduce or reduce_scatter the Partial one over {axis} first"),
+        )),
+        (tx, ty) if tx == Ty::Invariant || ty == Ty::Invariant => {
+            let (name, other) = if tx == Ty::Invariant { (xn, ty) } else { (yn, tx) };
+            let fix = match other {
+                Ty::Shard(dim) if dim < lead => format!("split(I→S) {name} along dim {dim} first"),
+                _ => format!("copy(I→R) {name} first"),
+            };
+            Err((
+                format!("{xn} is {tx} and {yn} is {ty}: the gradient of {name} would miss the other ranks' share"),
+                fix,
+            ))
+        }
+        (tx, ty) => Err((
+            format!("{xn} is {tx} and {yn} is {ty}: a rank's matrices need elements of other ranks"),
+            format!(
+                "cut the same leading dim of both, dim {m} of {xn} or dim {n} of {yn}, or the dims that are summed over first"
+            ),
         )),
     })
 }

@@ -2,7 +2,7 @@
 //! rule accepts a pair of types if and only if some type of the result is sound, forward and in both gradients.
 
 use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
-use meshwork_core::rules::{self, Operand};
+use meshwork_core::rules::{self, Operand, Origin};
 use meshwork_core::{Axis, SpmdError, Ty, Types};
 
 const X: [usize; 3] = [2, 4, 6];
@@ -86,9 +86,9 @@ fn stands_for(ranks: &[Array; 2], ty: Ty, front: usize, whole: &Array) -> bool {
 
 /// Whether `x ∘ y` is sound with a result of type `tz`: forward, and the gradients that follow from one of it, with `f`
 /// and its two partial derivatives.
-fn sound(tx: Ty, ty: Ty, tz: Ty, y_dims: usize, f: [fn(i64, i64) -> i64; 3]) -> bool {
-    let front = 3 - y_dims;
-    let (x, y) = (Array::noise(&X, 3), Array::noise(&X[front..], 4));
+fn sound(tx: Ty, ty: Ty, tz: Ty, y_shape: &[usize], f: [fn(i64, i64) -> i64; 3]) -> bool {
+    let front = 3 - y_shape.len();
+    let (x, y) = (Array::noise(&X, 3), Array::noise(y_shape, 4));
     let (z, dz) = (x.zip(&y, f[0]), Array::noise(&X, 5));
     let (Some(xs), Some(ys), Some(dzs)) =
         (laid_out(&x, tx, 0, 6), laid_out(&y, ty, front, 7), laid_out(&dz, tz.dual(), 0, 8))
@@ -96,7 +96,8 @@ fn sound(tx: Ty, ty: Ty, tz: Ty, y_dims: usize, f: [fn(i64, i64) -> i64; 3]) -> 
         return false;
     };
     // Ranks compute without knowing of each other: shapes must fit.
-    let fits = |r: usize| (0..3).all(|dim| ys[r].shape[dim] == xs[r].shape[dim] || dim < front);
+    let repeated = |dim: usize| dim < front || y_shape[dim - front] == 1;
+    let fits = |r: usize| (0..3).all(|dim| ys[r].shape[dim] == xs[r].shape[dim] || repeated(dim));
     if !fits(0) || !fits(1) {
         return false;
     }
@@ -126,13 +127,19 @@ type Rule = fn(Operand<'_>, Operand<'_>) -> Result<Types, SpmdError>;
 
 /// Every pair of types: the rule's answer is the sound one, and a refusal says what to do.
 fn check(rule: Rule, f: [fn(i64, i64) -> i64; 3]) {
-    for y_dims in 1..=3 {
+    let whole: [&[usize]; 3] = [&X, &X[1..], &X[2..]];
+    let ones: [&[usize]; 4] = [&[2, 1, 6], &[2, 4, 1], &[1, 4, 1], &[4, 1]];
+    for y_shape in whole.into_iter().chain(ones) {
+        let front = 3 - y_shape.len();
+        let is_one = |dim: &usize| y_shape[*dim] == 1;
         for tx in [I, R, P, S(0), S(1), S(2)] {
-            for ty in [I, R, P].into_iter().chain((0..y_dims).map(S)) {
-                let what = format!("{tx} and {ty} of {y_dims} dims");
+            for ty in [I, R, P].into_iter().chain((0..y_shape.len()).filter(|dim| !is_one(dim)).map(S)) {
+                let what = format!("{tx} and {ty} of {y_shape:?}");
                 let candidates = [I, R, P, S(0), S(1), S(2)];
-                let right: Vec<Ty> = candidates.into_iter().filter(|&tz| sound(tx, ty, tz, y_dims, f)).collect();
-                match rule(operand("x", tx, 3), operand("y", ty, y_dims)) {
+                let right: Vec<Ty> = candidates.into_iter().filter(|&tz| sound(tx, ty, tz, y_shape, f)).collect();
+                let y =
+                    operand("y", ty, y_shape.len()).repeated((0..y_shape.len()).filter(is_one).map(|dim| front + dim));
+                match rule(operand("x", tx, 3), y) {
                     Ok(types) => assert_eq!([tp(types)], right[..], "{what}"),
                     Err(error) => {
                         assert_eq!(right, [], "{what}: {error}");
@@ -161,6 +168,64 @@ fn a_function_of_two_values_accepts_what_is_sound_on_two_ranks_and_nothing_else(
         |x, y| rules::elementwise("f", &[x, y]),
         [|x, y| x * x * y * y + y, |x, y| 2 * x * y * y, |x, y| 2 * x * x * y + 1],
     );
+}
+
+/// The product of matrices, whichever operand is stored transposed; testkit's `check_op` holds what it accepts against
+/// one rank.
+#[test]
+fn the_table_of_products_of_matrices() {
+    let rule = |tx, ty, x, y| rules::matrices("matmul", operand("x", tx, 3), operand("y", ty, 3), x, y);
+    for (x, y) in [([1, 2], [1, 2]), ([1, 2], [2, 1]), ([2, 1], [1, 2])] {
+        let ([m, kx], [ky, n]) = (x, y);
+        let right = [
+            (I, I, I),
+            (R, R, R),
+            (V, V, V),
+            (V, R, V),
+            (R, V, V),
+            (P, R, P),
+            (R, P, P),
+            (S(0), S(0), S(0)),
+            (S(m), R, S(1)),
+            (R, S(n), S(2)),
+            (S(kx), S(ky), P),
+        ];
+        for tx in [I, R, P, V, S(0), S(1), S(2)] {
+            for ty in [I, R, P, V, S(0), S(1), S(2)] {
+                let want = right.iter().find(|(a, b, _)| (*a, *b) == (tx, ty)).map(|(.., tz)| *tz);
+                let got = rule(tx, ty, x, y);
+                assert_eq!(got.as_ref().ok().map(|types| tp(*types)), want, "{tx} and {ty} in {x:?} {y:?}");
+                assert!(got.is_ok() || got.unwrap_err().fix.contains("first"), "{tx} and {ty}");
+            }
+        }
+    }
+    assert_eq!(
+        rule(S(2), R, [1, 2], [1, 2]).unwrap_err().to_string(),
+        "matmul: on axis tp, x is Shard(2) and y is Replicate: a rank's matrices need elements of other ranks; cut the same leading dim of \
+         both, dim 1 of x or dim 2 of y, or the dims that are summed over first"
+    );
+}
+
+/// A constant that is the same on every rank is read as the values beside it are.
+#[test]
+fn constants_are_read_as_parameters_are() {
+    let constant = |ty| Operand { origin: Origin::Constant, ..operand("c", ty, 1) };
+    let read = |tx, tc| {
+        let mut operands = [operand("x", tx, 2), constant(tc)];
+        let changed = rules::resolve_constants(&mut operands);
+        (tp(operands[1].types), changed)
+    };
+    for tx in [R, S(0), S(1), P, V] {
+        assert_eq!([read(tx, I), read(tx, R)], [(R, true), (R, false)], "{tx}");
+    }
+    assert_eq!([read(I, I), read(I, R)], [(I, false), (I, true)]);
+    for kept in [S(0), P, V] {
+        assert_eq!([read(I, kept), read(R, kept)], [(kept, false); 2]);
+    }
+    // Constants alone: one of them has no gradient to miss.
+    let mut two = [constant(I), constant(R)];
+    assert!(rules::resolve_constants(&mut two));
+    assert_eq!(two.map(|of| tp(of.types)), [R, R]);
 }
 
 /// A value of each rank's own stands for nothing beyond it, so no whole can be compared: the table says what is meant.

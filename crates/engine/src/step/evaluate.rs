@@ -10,6 +10,7 @@ use crate::running::Running;
 use crate::transport::PipeTransport;
 use meshwork_pipeline::{forward_only_replicated, run};
 use meshwork_tensor::param::host_floats;
+use meshwork_tensor::{MAX_DIMS, Tensor};
 
 /// The treatment, in a pass that does not train, of values that training compresses: at the cuts, weights that ranks
 /// gather, and the tokens of experts.
@@ -29,6 +30,15 @@ pub struct Evaluation {
     pub loss: f64,
     /// The model's metrics, by name.
     pub metrics: Vec<(&'static str, f64)>,
+}
+
+/// The output of a model for a whole batch: [`Stage::predict`](meshwork_nn::Stage::predict)'s.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outputs {
+    /// Its extents; the first counts the samples.
+    pub shape: Vec<usize>,
+    /// Its elements, in f32.
+    pub values: Vec<f32>,
 }
 
 impl Trainer {
@@ -83,14 +93,8 @@ impl Trainer {
     /// As [`predict`](Self::predict), with a choice of what happens at the cuts.
     pub fn predict_at(&mut self, cuts: AtCuts, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>> {
         let _entered = self.enter("predict");
-        self.require_complete()?;
-        let mut pass = self.pass(Purpose::Predict, batch)?;
-        pass.micro_batch = batch.samples();
-        pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
-        pass.activations = self.cut.model.activations(batch)?.into();
-        self.forward_only(&pass, cuts, 1)?;
         let mut values = vec![0f32; columns];
-        if let Some(output) = self.pipeline.chunks.iter_mut().find_map(|chunk| chunk.prediction.take()) {
+        if let Some(output) = self.output(cuts, batch)? {
             let width = output.shape().last().copied().unwrap_or(1);
             if columns > width {
                 let problem = format!("{columns} numbers of a row that has {width}");
@@ -100,9 +104,67 @@ impl Trainer {
             let part = output.buffer().slice(first..first + columns)?;
             values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
+        self.rank.group(Axis::Pp).broadcast_slice(&mut values, self.last_stage())?;
+        self.finite(values)
+    }
+
+    /// The output for a whole batch, whose samples the ranks of dp share out: each passes its own, in the order of
+    /// their numbers, and as many as the others. Every rank gets the output for all samples. What ranks of other axes
+    /// pass is the same.
+    ///
+    /// ```no_run
+    /// # use meshwork_engine::{TrainError, Trainer};
+    /// # fn predict(trainer: &mut Trainer, own: &meshwork_nn::Batch) -> Result<(), TrainError> {
+    /// let all = trainer.predict_all(own)?;
+    /// println!("{} samples, {:?}", all.shape[0], &all.values[..4]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Steps that are under way; weights that are not finite, if the numbers are not; ranks with other numbers of
+    /// samples.
+    pub fn predict_all(&mut self, own: &Batch) -> Result<Outputs> {
+        let _entered = self.enter("predict_all");
+        let (mut extents, mut values) = ([0_i64; MAX_DIMS + 1], Vec::new());
+        if let Some(output) = self.output(AtCuts::AsTrained, own)? {
+            extents[0] = output.shape().len() as i64;
+            extents[1..].iter_mut().zip(&*output.shape()).for_each(|(to, &extent)| *to = extent as i64);
+            values = host_floats(&self.device.download(output.buffer())?)?;
+        }
+        let (stages, from) = (self.rank.group(Axis::Pp), self.last_stage());
+        stages.broadcast_slice(&mut extents, from)?;
+        let mut shape: Vec<usize> = extents[1..=extents[0] as usize].iter().map(|&extent| extent as usize).collect();
+        values.resize(shape.iter().product(), 0.0);
+        stages.broadcast_slice(&mut values, from)?;
+        let ranks = self.rank.data_group();
+        let mut all = vec![0.0; values.len() * ranks.size()];
+        ranks.all_gather_slice(&values, &mut all)?;
+        if let Some(samples) = shape.first_mut() {
+            *samples *= ranks.size();
+        }
+        Ok(Outputs { shape, values: self.finite(all)? })
+    }
+
+    /// The output for the samples of `batch`, on the ranks of the last stage.
+    fn output(&mut self, cuts: AtCuts, batch: &Batch) -> Result<Option<Tensor>> {
+        self.require_complete()?;
+        let mut pass = self.pass(Purpose::Predict, batch)?;
+        pass.micro_batch = batch.samples();
+        pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
+        pass.activations = self.cut.model.activations(batch)?.into();
+        self.forward_only(&pass, cuts, 1)?;
+        Ok(self.pipeline.chunks.iter_mut().find_map(|chunk| chunk.prediction.take()))
+    }
+
+    /// The rank, among the stages, that has the last one of a prediction.
+    fn last_stage(&self) -> usize {
         let schedule = self.pipeline.prediction.schedule();
-        let from = schedule.rank_of(schedule.stages() - 1, 0);
-        self.rank.group(Axis::Pp).broadcast_slice(&mut values, from)?;
+        schedule.rank_of(schedule.stages() - 1, 0)
+    }
+
+    /// The end of a prediction: numbers that are not finite are blamed on weights, if these are not.
+    fn finite(&mut self, values: Vec<f32>) -> Result<Vec<f32>> {
         if !values.iter().all(|value| value.is_finite()) {
             self.require_finite()?;
         }

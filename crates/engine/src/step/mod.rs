@@ -35,7 +35,7 @@ mod prelude {
     pub(super) use meshwork_pipeline::lower;
 }
 
-pub use evaluate::{AtCuts, Evaluation};
+pub use evaluate::{AtCuts, Evaluation, Outputs};
 pub use held::HeldVector;
 pub use report::{Offloaded, RankTime, StepReport};
 

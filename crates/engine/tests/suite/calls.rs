@@ -50,7 +50,7 @@ type Call = fn(&mut Trainer) -> Result<(), TrainError>;
 
 /// Every collective call of a trainer.
 #[rustfmt::skip]
-const CALLS: [(&str, Call); 9] = [
+const CALLS: [(&str, Call); 10] = [
     ("step",           |trainer| trainer.step(&batch(trainer)).map(drop)),
     ("step",           |trainer| trainer.observed_step(&batch(trainer), |_| {}).map(drop)),
     ("step",           |trainer| trainer.start_step(&batch(trainer), || false, |_| {}).map(drop)),
@@ -59,6 +59,7 @@ const CALLS: [(&str, Call); 9] = [
     ("evaluate",       |trainer| trainer.evaluate_at(AtCuts::Exact, [batch(trainer)]).map(drop)),
     ("predict",        |trainer| trainer.predict(&batch(trainer), 0, 4).map(drop)),
     ("predict",        |trainer| trainer.predict_at(AtCuts::Exact, &batch(trainer), 0, 4).map(drop)),
+    ("predict_all",    |trainer| trainer.predict_all(&batch(trainer)).map(drop)),
     ("require_finite", |trainer| trainer.require_finite()),
 ];
 

@@ -276,3 +276,31 @@ fn a_prediction_ends_where_its_row_does() {
     let error = trainer.predict(&batch, 0, 5).unwrap_err().to_string();
     assert_eq!(error, "predict: 5 numbers of a row that has 4 (shapes [[8, 4]])");
 }
+
+/// The output for a whole batch, of which each rank of dp has its own samples: that of one rank, row by row.
+#[test]
+fn a_whole_batch_is_predicted_by_the_ranks_that_share_it() {
+    let model = tower(2);
+    let mut one = alone(&model);
+    let whole = batch(0, 0..BATCH);
+    let rows: Vec<f32> = (0..BATCH).flat_map(|row| one.predict(&whole, row, 4).unwrap()).collect();
+    for mesh in ["dp=1", "dp=2", "dp=2,tp=2", "dp=2,pp=2", "dp=4"] {
+        let plan = plan(mesh);
+        let found = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+            let own = batch(0, trainer.samples());
+            trainer.predict_all(&own)
+        });
+        for found in found.unwrap() {
+            assert_eq!(found.shape, [BATCH, 4], "{mesh}");
+            assert_close(mesh, &found.values, &rows, 0.0);
+        }
+    }
+    let plan = plan("dp=2");
+    let uneven = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+        let samples = 0..3 + rank.world_rank();
+        Trainer::new(model.clone(), &plan, rank, Cpu::device())?.predict_all(&batch(0, samples))
+    });
+    let error = uneven.unwrap_err().to_string();
+    assert!(error.contains("Trainer::predict_all") && error.contains("all_gather"), "{error}");
+}

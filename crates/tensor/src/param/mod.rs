@@ -7,6 +7,7 @@ mod adapters;
 mod gradients;
 mod group;
 mod id;
+mod init;
 mod packed;
 mod piece;
 mod placement;
@@ -18,6 +19,7 @@ pub use adapters::{Adapter, AdapterSpec, Adapters, MatrixOf};
 pub use gradients::{Gradients, reduction_axes};
 pub use group::{Matrices, ParamGroup};
 pub use id::ParamId;
+pub use init::Init;
 pub use piece::{Conflict, Piece, assemble};
 pub use placement::Placement;
 pub use slice::LocalSlice;
@@ -45,26 +47,6 @@ pub enum Role {
     Norm,
     /// State that is not trained, such as running statistics. Frozen.
     Buffer,
-}
-
-/// Initial values, drawn for the whole parameter from a generator keyed by its name and the global element, then
-/// sliced: any mesh starts from the same model, and no rank needs the whole parameter.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
-    /// Normal with mean 0.
-    Normal {
-        /// Standard deviation.
-        std: f32,
-    },
-    /// Uniform between -bound and bound.
-    Uniform {
-        /// The largest magnitude.
-        bound: f32,
-    },
-    /// All zero.
-    Zeros,
-    /// All one.
-    Ones,
 }
 
 /// The declaration of a parameter, the same on every rank.

@@ -3,11 +3,10 @@
 //! More than 400 lines, with the tests of what each rank gets of an initial value.
 
 use super::packed::Packed;
-use super::{Declarations, Init, LocalSlice, ParamId, ParamSpec};
+use super::{Declarations, LocalSlice, ParamId, ParamSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::random;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use meshwork_core::{Axis, Buffer, Coords, DType, Mesh, Types, bf16, f16, tree};
@@ -413,24 +412,12 @@ impl ParamSpec {
 
 /// Draws the part of a parameter that `local` holds; padding stays zero.
 fn initialise(spec: &ParamSpec, local: &LocalSlice, seed: u64, values: &mut [f32]) {
-    let key = random::key(seed, &spec.name);
-    local.for_each_run(spec.dims, |start, range| match spec.init {
-        Init::Zeros => {}
-        Init::Ones => values[range].fill(1.0),
-        Init::Normal { std } => {
-            random::fill_normal(key, start, &mut values[range.clone()]);
-            values[range].iter_mut().for_each(|value| *value *= std);
-        }
-        Init::Uniform { bound } => {
-            random::fill_uniform(key, start, &mut values[range.clone()]);
-            values[range].iter_mut().for_each(|value| *value = bound * (2.0 * *value - 1.0));
-        }
-    });
+    local.for_each_run(spec.dims, |start, range| spec.init.fill(seed, &spec.name, start, &mut values[range]));
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Placement, Role};
+    use super::super::{Init, Placement, Role};
     use super::*;
 
     fn spec(dims: &[usize], placement: Placement) -> ParamSpec {
@@ -476,8 +463,10 @@ mod tests {
 
     #[test]
     fn slices_of_any_mesh_are_pieces_of_one_draw() {
-        for (dims, dim) in [(vec![6, 4], 0), (vec![6, 4], 1), (vec![3, 8, 2, 5], 1), (vec![7], 0), (vec![7, 3], 0)] {
-            let spec = spec(&dims, Placement::replicated().shard(Axis::Tp, dim));
+        let shapes = [(vec![6, 4], 0), (vec![6, 4], 1), (vec![3, 8, 2, 5], 1), (vec![7], 0), (vec![7, 3], 0)];
+        let inits = [Init::Normal { std: 0.5 }, Init::TruncatedNormal { std: 0.5 }, Init::Constant { value: 2.0 }];
+        for ((dims, dim), init) in shapes.iter().flat_map(|shape| inits.map(|init| (shape, init))) {
+            let spec = ParamSpec { init, ..spec(dims, Placement::replicated().shard(Axis::Tp, *dim)) };
             let mut whole = vec![0.0; spec.global_elements()];
             let alone = Mesh::new([(Axis::Tp, 1)]).unwrap();
             initialise(&spec, &spec.local(&alone, alone.coords(0)), 7, &mut whole);

@@ -166,7 +166,7 @@ impl Tape {
                 let Some(input_grad) = input_grad else { continue };
                 let input_grad = self.fitted(&nodes, (at, slot), input_grad)?;
                 match nodes[at].sources[slot] {
-                    Source::Constant | Source::Frozen(_) => {}
+                    Source::Constant | Source::Unrecorded | Source::Frozen(_) => {}
                     Source::Param(id) => sink.accumulate(&self.whole(id, name)?, input_grad)?,
                     Source::Node(from) => {
                         let again = std::mem::replace(&mut given[from], true);
@@ -277,7 +277,7 @@ impl Tape {
             Source::Node(from) => (nodes[from].shape, nodes[from].dtype),
             Source::Param(id) if grad.dtype() == DType::F32 => (self.inner.params.shape(id), DType::F32),
             Source::Param(id) => (self.inner.params.shape(id), declarations.stored_dtype(id)),
-            Source::Constant | Source::Frozen(_) => return Ok(grad),
+            Source::Constant | Source::Unrecorded | Source::Frozen(_) => return Ok(grad),
         };
         let operand = dtype.is_half() && declarations.dtype() == DType::F32;
         // The gradient of a value that ranks use differently comes in shares.

@@ -63,7 +63,7 @@ use crate::random;
 use crate::tensor::Tensor;
 use backward::Node;
 use hooks::{Observers, Recipe};
-use meshwork_core::rules::{Operand, resolve_reads};
+use meshwork_core::rules::{Operand, Origin, resolve_constants, resolve_reads};
 use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -152,8 +152,10 @@ pub struct Var {
 /// The destination of a value's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// No gradient.
+    /// No gradient: given, or computed from what is given.
     Constant,
+    /// No gradient: computed by a tape that does not record, or given to it.
+    Unrecorded,
     /// No gradient: a parameter that is not trained.
     Frozen(ParamId),
     /// The parameter's gradient.
@@ -163,6 +165,14 @@ pub(crate) enum Source {
 }
 
 impl Source {
+    fn origin(self) -> Origin {
+        match self {
+            Self::Constant => Origin::Constant,
+            Self::Param(_) | Self::Frozen(_) => Origin::Parameter,
+            Self::Unrecorded | Self::Node(_) => Origin::Value,
+        }
+    }
+
     fn takes_gradient(self) -> bool {
         matches!(self, Self::Param(_) | Self::Node(_))
     }
@@ -322,7 +332,9 @@ impl Tape {
         self.inner.position.rank_samples
     }
 
-    /// A value that needs no gradient: token ids, targets.
+    /// A value that needs no gradient: token ids, targets, a mask. One that is the same on every rank may be declared
+    /// `Invariant` or `Replicate`: an operation that refuses that type
+    /// [reads it](meshwork_core::rules::resolve_constants) as it reads a parameter.
     pub fn constant(&self, tensor: Tensor, types: Types) -> Var {
         self.show_source("a constant", types, &tensor);
         self.value(tensor, types, Source::Constant)
@@ -332,7 +344,8 @@ impl Tape {
     /// its gradient after backward.
     pub fn input(&self, tensor: Tensor, types: Types) -> Var {
         if self.inner.mode == Mode::Evaluate {
-            return self.constant(tensor, types);
+            self.show_source("a constant", types, &tensor);
+            return self.value(tensor, types, Source::Unrecorded);
         }
         self.show_source("an input", types, &tensor);
         let node = self.push(Node::input(&tensor, types));
@@ -377,18 +390,23 @@ impl Tape {
             let device = inner.device.name().to_owned();
             return Err(Error::DType { op: op.name(), device, dtype: stored, valid: "f32 or f64" });
         }
-        let mut operands: Vec<Operand<'_>> = inputs
-            .iter()
-            .zip(names)
-            .map(|(var, name)| Operand {
-                name,
-                types: var.types,
-                ndim: var.tensor.shape().len(),
-                param: matches!(var.source, Source::Param(_) | Source::Frozen(_)),
-            })
-            .collect();
+        let declared = |(var, name): (&&Var, &&'static str)| Operand {
+            name,
+            types: var.types,
+            ndim: var.tensor.shape().len(),
+            origin: var.source.origin(),
+            repeats: 0,
+        };
+        let mut operands: Vec<Operand<'_>> = inputs.iter().zip(names).map(declared).collect();
         resolve_reads(&mut operands);
-        let types = op.infer(&operands)?;
+        let types = op.infer(&operands).or_else(|refusal| {
+            operands = inputs.iter().zip(names).map(declared).collect();
+            if !resolve_constants(&mut operands) {
+                return Err(refusal);
+            }
+            resolve_reads(&mut operands);
+            op.infer(&operands).map_err(|_| refusal)
+        })?;
         let padding = extents::of_result(&op, inputs, types)?;
         for (var, operand) in inputs.iter().zip(&operands) {
             if let Source::Param(id) = var.source {
@@ -468,8 +486,10 @@ impl Tape {
                 saved,
                 (&tensor, types, padding.clone()),
             )))
-        } else {
+        } else if inputs.iter().all(|var| var.source == Source::Constant) {
             Source::Constant
+        } else {
+            Source::Unrecorded
         };
         Ok(Var { padding, recipe, maker: Some(number), ..self.value(tensor, types, source) })
     }

@@ -225,7 +225,7 @@ impl Backward<'_> {
     /// Whether the gradient of input `i` is needed now.
     pub fn needs(&self, i: usize) -> bool {
         match self.sources[i] {
-            Source::Constant | Source::Frozen(_) => false,
+            Source::Constant | Source::Unrecorded | Source::Frozen(_) => false,
             Source::Param(_) => self.params,
             Source::Node(_) => self.values,
         }

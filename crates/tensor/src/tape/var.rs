@@ -20,6 +20,12 @@ impl Var {
         Self { tensor: self.tensor.without_memory(), recipe: None, ..self }
     }
 
+    /// The same value as a [constant](Tape::constant): no gradient flows through it.
+    #[must_use]
+    pub fn detach(&self) -> Self {
+        Self { source: Source::Constant, recipe: None, ..self.clone() }
+    }
+
     /// The value of a scalar, for reports. Refused if no rank holds the true value.
     pub fn item(&self) -> Result<f64> {
         self.types.require_final("item")?;

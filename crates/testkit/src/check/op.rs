@@ -327,7 +327,14 @@ impl Case<'_> {
 
     /// The type with which a parameter is read: `Invariant` if all else is.
     fn read_as(&self, input: &OpInput, ty: Ty) -> Ty {
-        let mut others = self.operands().filter(|(input, _)| input.kind != InputKind::Parameter).peekable();
+        // Ids that are the same on every rank are read as the values are, if there are any.
+        let has_values = self.operands().any(|(input, _)| input.kind == InputKind::Value);
+        let is_read = |input: &OpInput, ty| match input.kind {
+            InputKind::Parameter => true,
+            InputKind::Ids { .. } => has_values && ty == Ty::Replicate,
+            InputKind::Value => false,
+        };
+        let mut others = self.operands().filter(|(input, ty)| !is_read(input, *ty)).peekable();
         let invariant = others.peek().is_some() && others.all(|(_, ty)| ty == Ty::Invariant);
         match (input.kind, ty) {
             (InputKind::Parameter, Ty::Replicate) if invariant => Ty::Invariant,

@@ -1,5 +1,5 @@
-//! Rules of operations on several values element by element. `y` may have fewer dims than `x` and is then repeated over
-//! the leading dims of `x`.
+//! Rules of operations on several values element by element. `y` may have fewer dims than `x`, or dims of extent 1, and
+//! is then [repeated](Operand::repeated) over those of `x`.
 
 use super::{Operand, Verdict, not_partial, per_axis};
 use crate::spmd::{SpmdError, Ty, Types};
@@ -74,7 +74,7 @@ pub fn sample_loss(op: &str, x: Operand<'_>, targets: Operand<'_>) -> Result<Typ
 
 /// The type of a value computed from the elements of `x` and `y` at the same place. Neither may be `Partial`.
 fn same_elements(x: Operand<'_>, y: Operand<'_>, tx: Ty, ty: Ty) -> Verdict {
-    let lead = x.ndim.saturating_sub(y.ndim);
+    let (lead, repeated) = (x.ndim.saturating_sub(y.ndim), |dim| y.is_repeated(dim, x.ndim));
     let both = format!("{} is {tx} and {} is {ty}", x.name, y.name);
     let misses = |name: &str, fix: String| {
         Err((format!("{both}: the gradient of {name} would miss the other ranks' share"), format!("{fix} first")))
@@ -83,11 +83,11 @@ fn same_elements(x: Operand<'_>, y: Operand<'_>, tx: Ty, ty: Ty) -> Verdict {
     match (tx, ty) {
         (Ty::Shard(d), Ty::Shard(e)) if d == e + lead => Ok(tx),
         // y is repeated over the dim that is sharded.
-        (Ty::Shard(d), Ty::Replicate) if d < lead => Ok(tx),
+        (Ty::Shard(d), Ty::Replicate) if repeated(d) => Ok(tx),
         (Ty::Varying, Ty::Replicate) | (Ty::Replicate, Ty::Varying) => Ok(Ty::Varying),
         (tx, ty) if tx == ty && !matches!(tx, Ty::Shard(_)) => Ok(tx),
         (Ty::Invariant, Ty::Shard(e)) => misses(x.name, format!("split(I→S) {} along dim {}", x.name, e + lead)),
-        (Ty::Shard(d), Ty::Invariant) if d >= lead => {
+        (Ty::Shard(d), Ty::Invariant) if !repeated(d) => {
             misses(y.name, format!("split(I→S) {} along dim {}", y.name, d - lead))
         }
         (Ty::Invariant, _) => misses(x.name, format!("copy(I→R) {}", x.name)),
