@@ -67,6 +67,8 @@ plain!(
     GroupedShape,
     TurnedHeads,
     VocabShard,
+    Preference,
+    PairNumber,
     &Selection,
     Pick,
     &Scheme,

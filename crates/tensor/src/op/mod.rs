@@ -63,6 +63,7 @@ mod map;
 mod norm;
 mod order;
 mod pool;
+mod preference;
 mod relu;
 mod repeat;
 mod reshape;
@@ -73,7 +74,7 @@ mod sum;
 mod swiglu;
 mod whole;
 
-pub use crate::kernel::{Divisors, LongRope, Rotary, RotaryScaling, Yarn};
+pub use crate::kernel::{Divisors, LongRope, PairNumber, Preference, Rotary, RotaryScaling, Yarn};
 pub use channel_norm::Moments;
 pub use documents::{Documents, Mask};
 pub use exchange::{Exchange, Exchanged};
