@@ -265,15 +265,18 @@ impl Case {
                 case.keys.insert("parallelism.context_parallel_method".to_owned(), "ring".to_owned());
             }
         }
-        if frame.pretrained.is_none() && rarely(&mut own, 5) {
-            case.draw_examples(&mut own);
+        if frame.pretrained.is_none() && rarely(&mut own, 6) {
+            let pairs = frame.experts == 0 && !frame.lossy && !frame.asynchronous();
+            case.draw_examples(&mut own, pairs);
         }
         case
     }
 
-    /// Examples in the place of other data, or pairs of answers for a model with adapters.
-    fn draw_examples(&mut self, rng: &mut Rng) {
-        let (objective, file) = rng.pick(&[("sft", "examples.jsonl"), ("dpo", "pairs.jsonl")]);
+    /// Examples in the place of other data, or pairs of answers for a model with adapters; rarely where the rest does
+    /// not go with `pairs`.
+    fn draw_examples(&mut self, rng: &mut Rng, pairs: bool) {
+        let pairs = if pairs { !rarely(rng, 4) } else { rarely(rng, 16) };
+        let (objective, file) = if pairs { ("dpo", "pairs.jsonl") } else { ("sft", "examples.jsonl") };
         let mut set = |key: &str, value: String| _ = self.keys.insert(key.to_owned(), value);
         set("training.objective", objective.to_owned());
         // Rarely a text, or examples of the other kind.
