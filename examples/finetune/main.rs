@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! cargo run --release --example finetune                              # a small Llama learns to add, on one rank
-//! cargo run --release --example finetune -- --mesh dp=2,tp=2
+//! cargo run --release --example finetune -- --mesh dp=2,tp=2 --dpo
 //! cargo run --release --features tokenizers --example finetune -- --data chat.jsonl --set model.init_from=DIR \
 //!     --set checkpoint.dir=CHECKPOINTS --set checkpoint.best=true --set checkpoint.export=OUT
 //! ```
-//! Without `--data` it writes examples of its own: sums, each a prompt and a completion. `docs/finetune.md` has the
-//! files, the settings, and what a run prints.
+//! Without `--data` it writes examples of its own: sums. With `--dpo` an adapter learns to prefer the chosen one of two
+//! answers. `docs/finetune.md` has the files, the settings, and what a run prints.
 
 #[path = "../shared/output.rs"]
 mod output;
@@ -15,10 +15,9 @@ mod output;
 use meshwork::train::config::{Args, usage};
 use meshwork::train::{load, train};
 use output::{BAD_INPUT, FAILED, fail, fail_together, show, show_fitted, tell};
-use std::fs;
-use std::io;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
+use std::{fs, io};
 
 /// The settings of this program. The command line comes behind them, and wins.
 const SETTINGS: [&str; 10] = [
@@ -34,6 +33,9 @@ const SETTINGS: [&str; 10] = [
     "metrics.sample_tokens=0",
 ];
 
+/// The settings of `--dpo`.
+const DPO: [&str; 2] = ["training.objective=dpo", "lora.rank=8"];
+
 /// The folder of a run without data.
 const FOLDER: &str = "target/finetune";
 
@@ -48,23 +50,27 @@ const SUMS: [&str; 7] = [
     "checkpoint.export=target/finetune/model",
 ];
 
-/// 2,000 lines such as `{"prompt": "17 + 25 = ", "completion": "42."}`.
+/// 2,000 lines such as `{"prompt": "17 + 25 = ", "completion": "42.", "chosen": "42.", "rejected": "43."}`.
 fn sums() -> String {
+    let line = |(a, b, c, d): (u64, u64, u64, u64)| {
+        format!(
+            "{{\"prompt\": \"{a} + {b} = \", \"completion\": \"{c}.\", \"chosen\": \"{c}.\", \"rejected\": \"{d}.\"}}\n"
+        )
+    };
     let numbers = (0..2000u64).map(|at| (at * 7919 % 45, at * 104_729 % 53));
-    numbers.map(|(a, b)| format!("{{\"prompt\": \"{a} + {b} = \", \"completion\": \"{}.\"}}\n", a + b)).collect()
+    numbers.map(|(a, b)| line((a, b, a + b, a + b + 1))).collect()
 }
 
 /// The words of the command line behind the settings of this program.
 fn words() -> io::Result<Vec<String>> {
-    let given: Vec<String> = std::env::args().skip(1).collect();
-    let has_data = given.iter().any(|word| word.starts_with("--data") || word.contains("data."));
     let sets = |settings: &[&str]| settings.iter().map(|setting| format!("--set={setting}")).collect::<Vec<_>>();
+    let words = std::env::args().skip(1);
+    let given: Vec<String> = words.flat_map(|word| if word == "--dpo" { sets(&DPO) } else { vec![word] }).collect();
+    let has_data = given.iter().any(|word| word.starts_with("--data") || word.contains("data."));
     if has_data || given.iter().any(|word| word == "--help") {
         return Ok([sets(&SETTINGS), given].concat());
     }
-    if fs::exists(FOLDER)? {
-        fs::remove_dir_all(FOLDER)?; // of the run before
-    }
+    _ = fs::remove_dir_all(FOLDER); // of the run before, if there was one
     fs::create_dir_all(FOLDER)?;
     fs::write(format!("{FOLDER}/sums.jsonl"), sums())?;
     Ok([sets(&SETTINGS), sets(&SUMS), given].concat())

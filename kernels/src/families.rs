@@ -28,7 +28,7 @@ sources! {
     copies reduce_ranks dropout rotary embedding cross_entropy attention_forward attention_backward flash_forward
     flash_backward flash_maps flash_forward_sm90 flash_backward_sm90 routing permutation grouped grouped_tensor
     documents squared_error channel_norm measures lamb adafactor muon adam8bit codecs sparse feedback
-    low_rank nonzeros
+    low_rank nonzeros preference
 }
 
 /// The source file with this name.
@@ -587,6 +587,10 @@ kernels! {
     correct_rows(In F32 logits, In I32 targets, Value I64 width, Out I32 right,
         Value I64 rows) in squared_error, Geometry::Warps;
     correct_counts(In I32 right, Out F64 out, Value I64 samples, Value I64 each) in squared_error, Geometry::Warps;
+    preference_forward(In F64 losses, In F64 reference, Out F64 out, Value F64 beta, Value F64 smoothing,
+        Value I64 number, Value I64 pairs) in preference, ELEMENTS;
+    preference_backward(In F64 losses, In F64 reference, In F64 dloss, Out F64 dlosses, Value F64 beta,
+        Value F64 smoothing, Value I64 pairs) in preference, ELEMENTS;
     check_positions(In I32 positions, Out I64 found, Value I64 count, Divisor I64 seq) in documents, Geometry::Columns;
     document_starts(In I32 positions, Out I32 checked, Out I32 first, Value I64 count,
         Divisor I64 seq) in documents, ELEMENTS;

@@ -30,6 +30,7 @@ fn every_line_has_every_field() {
         "moe",
         "pipeline",
         "training",
+        "dpo",
         "optimizer",
         "lr_scheduler",
         "data",

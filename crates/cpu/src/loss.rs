@@ -1,7 +1,7 @@
-use super::kernels::loss;
 use super::kernels::round::Loaded;
+use super::kernels::{loss, preference};
 use super::prelude::*;
-use meshwork_tensor::kernel::{Loss, VocabShard};
+use meshwork_tensor::kernel::{Loss, PairNumber, Preference, VocabShard};
 
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
@@ -93,5 +93,16 @@ impl Loss for Cpu {
             let counts: Vec<f64> = logits.chunks((rows * width).max(1)).zip(targets.chunks(rows)).map(of).collect();
             self.output::<f64>(samples, |out| out.copy_from_slice(&counts))
         })
+    }
+
+    fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer> {
+        let (losses, reference) = (losses.as_slice::<f64>()?, reference.as_slice::<f64>()?);
+        self.output::<f64>(losses.len() / 2, |out| preference::forward(of, number, losses, reference, out))
+    }
+
+    fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer> {
+        let (losses, reference, dloss) =
+            (losses.as_slice::<f64>()?, reference.as_slice::<f64>()?, dloss.as_slice::<f64>()?);
+        self.output::<f64>(losses.len(), |dlosses| preference::backward(of, losses, reference, dloss, dlosses))
     }
 }

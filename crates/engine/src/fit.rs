@@ -1,5 +1,6 @@
 //! Reasons to refuse a plan when a trainer or decoder is made of it.
 
+use crate::compress::settings::NOTHING;
 use crate::prelude::*;
 use crate::{LossScale, MixedPrecision};
 use meshwork_compress::Feedback;
@@ -53,6 +54,9 @@ pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &Mode
     if plan.max_norm > 0.0 {
         return refuse("clipping", "use max_norm 0: no rank knows the norm of a whole gradient");
     }
+    if model.model().reference().is_some() {
+        return refuse("a reference", "use a synchronous schedule: a pass of the frozen model needs an empty pipeline");
+    }
     if !model.tied_weights(schedule)?.is_empty() {
         return refuse("a tied weight", "untie it: its stages update it at different times");
     }
@@ -62,6 +66,20 @@ pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &Mode
         }
     }
     Ok(())
+}
+
+/// Refuses schemes whose rows are samples, of a model whose samples have several [rows](Model::rows).
+pub(crate) fn require_rows(plan: &Plan, model: &dyn Model) -> Result<(), PlanError> {
+    let compress = &plan.compress;
+    let schemes = [("activations", compress.activations), ("activation gradients", compress.activation_gradients)];
+    match schemes.into_iter().find(|(_, scheme)| *scheme != NOTHING).filter(|_| model.rows() > 1) {
+        None => Ok(()),
+        Some((place, scheme)) => Err(PlanError::Compress {
+            place,
+            scheme: scheme.to_string(),
+            problem: format!("its rows are samples, and a sample of the model has {} rows: use none", model.rows()),
+        }),
+    }
 }
 
 /// Refuses storage in 16 bits that does not go with the rest of a plan.

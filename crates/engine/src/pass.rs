@@ -14,6 +14,8 @@ pub enum Purpose {
     Evaluate,
     /// The output of the last stage.
     Predict,
+    /// The [reference](Model::reference) of each sample, by the frozen model.
+    Reference,
 }
 
 /// The gradients that the backward of a micro-batch starts from.
@@ -35,6 +37,8 @@ pub struct Pass {
     pub position: Position,
     pub batch: Batch,
     pub micro_batch: usize,
+    /// [Rows](Model::rows) of each sample in a value.
+    pub rows_of_sample: usize,
     /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
     pub seeds: Vec<Seeds>,
@@ -49,7 +53,7 @@ pub struct Pass {
     pub saved: Rc<[Encoding]>,
     pub metrics: Rc<[Metric]>,
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
-    /// ..]`, each row as long as the global batch.
+    /// ..]`, each row as long as the global batch; of a reference, its numbers of each sample.
     pub numbers: RefCell<Buffer>,
     /// Whether a layer said that samples depend on each other by design.
     pub mixes_samples: Cell<bool>,
@@ -76,8 +80,8 @@ impl Pass {
         self.saved.iter().rev().fold(policy, |policy, &encoding| Rc::new(Encoded::new(policy, encoding)))
     }
 
-    /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one
-    /// metric.
+    /// Adds a number for each sample to a row of the pass, where this rank counts it; of a reference, all numbers of
+    /// each sample. Several layers may add to one metric.
     ///
     /// # Errors
     /// Numbers of the samples of other ranks, gathered and not cut again.
@@ -104,17 +108,18 @@ impl Pass {
         if !value.types().counted_at(self.rank.coords()) {
             return Ok(());
         }
-        let at = row * self.global_batch_size + first_sample as usize;
+        let each = value.shape().count() / self.micro_batch;
+        let at = row * self.global_batch_size + first_sample as usize * each;
         let numbers = &mut self.numbers.borrow_mut();
         Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
     }
 
-    /// Counts the metrics that layers of a stage noted. Metrics of a prediction count nowhere: its samples are in no
-    /// step.
+    /// Counts the metrics that layers of a stage noted. Metrics of a prediction or of the frozen model count nowhere:
+    /// the samples are in no step, or counted in it.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<()> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);
-        if self.purpose == Purpose::Predict {
+        if matches!(self.purpose, Purpose::Predict | Purpose::Reference) {
             return Ok(());
         }
         for PerSample { name, value, .. } in &notes.per_sample {

@@ -11,7 +11,7 @@ use crate::watch::Watched;
 use crate::{At, Recompute};
 use meshwork_nn::{Stage, StageSpec};
 use meshwork_tensor::Tape;
-use meshwork_tensor::tape::{Decisions, Mode, Notes, Saved, SavedPolicy};
+use meshwork_tensor::tape::{Decisions, Mode, Notes, Position, Saved, SavedPolicy};
 
 /// A part of a stage as data.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,7 +166,14 @@ impl Segment {
     ) -> Result<Forwarded> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
-        let tape = Tape::with_policy(rank, start.params, device, mode, of.position, policy);
+        // A tape counts rows.
+        let rows = pass.rows_of_sample as u64;
+        let position = Position {
+            first_sample: rows * of.position.first_sample,
+            rank_samples: rows * of.position.rank_samples,
+            ..of.position
+        };
+        let tape = Tape::with_policy(rank, start.params, device, mode, position, policy);
         tape.count_from(start.applied);
         tape.compress_rows(of.rows);
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
@@ -184,10 +191,17 @@ impl Segment {
             let problem = "no activation arrived";
             return Err(TrainError::Stage { stage: self.of_stage, micro: of.micro, problem });
         }
-        let mut output = self.stage.forward(&tape, &of.samples, input.as_ref())?;
-        if self.spec.part.last && pass.purpose != Purpose::Predict {
-            output = self.stage.loss(&tape, &of.samples, &output)?;
-        }
+        let run = || {
+            let output = self.stage.forward(&tape, &of.samples, input.as_ref())?;
+            match pass.purpose {
+                Purpose::Train | Purpose::Evaluate if self.spec.part.last => {
+                    self.stage.loss(&tape, &of.samples, &output)
+                }
+                Purpose::Reference if self.spec.part.last => self.stage.reference(&tape, &of.samples, &output),
+                _ => Ok(output),
+            }
+        };
+        let output = if pass.purpose == Purpose::Reference { tape.without_adapters(run) } else { run() }?;
         let notes = tape.take_notes();
         Ok(Forwarded { tape, input, output, notes })
     }

@@ -89,7 +89,8 @@ impl Batch {
         Self { samples, fields: Vec::new() }
     }
 
-    /// Adds a field: `values` are row-major, one sample of extents `dims` after another.
+    /// Adds a field, in the place of one of that name: `values` are row-major, one sample of extents `dims` after
+    /// another.
     ///
     /// # Errors
     /// A number of values that does not fit the samples.
@@ -104,6 +105,7 @@ impl Batch {
                 format!("{name} has {} values: {} samples of {dims:?} have {wanted}", values.count(), self.samples);
             return Err(Error::Shape { op: "batch", problem, shapes: vec![self.extents(dims).to_vec()] });
         }
+        self.fields.retain(|(held, ..)| held != name);
         self.fields.push((name.to_owned(), dims, values));
         Ok(self)
     }
@@ -177,6 +179,14 @@ impl Batch {
             Ok((name.clone(), *dims, values.slice(samples.start * n..samples.end * n)?))
         };
         Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
+    }
+
+    /// The `rows` rows of each sample as samples of their own. The fields whose first dim counts them lose it; others
+    /// are left out.
+    pub fn rows(&self, rows: usize) -> Self {
+        let fields = self.fields.iter().filter(|(_, dims, _)| dims.first() == Some(&rows));
+        let fields = fields.map(|(name, dims, values)| (name.clone(), Shape::new(&dims[1..]), values.clone()));
+        Self { samples: rows * self.samples, fields: fields.collect() }
     }
 
     /// The same samples with other fields: `make` gives the extents of one sample, and the values, of each.

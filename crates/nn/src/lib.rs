@@ -13,6 +13,7 @@ mod linear;
 mod mlp;
 pub mod model;
 mod norm;
+mod preference;
 
 pub use adapted::Adapted;
 pub use attention::{GroupedSelfAttention, SelfAttention};
@@ -25,3 +26,4 @@ pub use linear::Linear;
 pub use mlp::Mlp;
 pub use model::{Activation, Metric, Model, Per, Stage, StageSpec};
 pub use norm::{LayerNorm, RmsNorm};
+pub use preference::{Preferring, REFERENCE};

@@ -15,7 +15,7 @@
 use crate::Batch;
 pub use crate::batch::Field;
 use meshwork_core::{DType, Mesh, Types};
-use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
+use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -53,6 +53,19 @@ pub trait Model: Debug + Send + Sync {
         None
     }
 
+    /// The rows of dim 0 that each sample has in the values of a pass: a model that compares sequences with each other
+    /// has several. The losses and metrics of a sample are one number whatever its rows.
+    fn rows(&self) -> usize {
+        1
+    }
+
+    /// The field, one of [`fields`](Self::fields), that batches lack, because the frozen model computes it: numbers in
+    /// f64 that [`Stage::reference`] gives in a pass without [adapters](meshwork_tensor::Tape::without_adapters),
+    /// before each batch is trained or evaluated.
+    fn reference(&self) -> Option<Field> {
+        None
+    }
+
     /// The metrics that its stages [report](Tape::report), and the names of their [auxiliary losses](Tape::add_loss).
     fn metrics(&self) -> Vec<Metric> {
         Vec::new()
@@ -69,6 +82,13 @@ pub trait Stage: Debug {
     /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the
     /// last stage.
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var>;
+
+    /// The [reference](Model::reference) of each sample, in f64, from the output of the last stage of the frozen model.
+    fn reference(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
+        _ = (tape, batch);
+        let problem = "the model declares no reference, and is asked for it".to_owned();
+        Err(Error::Shape { op: "reference", problem, shapes: vec![output.shape().to_vec()] })
+    }
 
     /// The output of the last stage as predictions, whole on every rank.
     fn predict(&self, output: &Var) -> Result<Var> {

@@ -11,7 +11,7 @@ use crate::data::Data;
 use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::generate::generate;
-use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
+use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Rewards, Start, Step, StepLaunches};
 use crate::peers::{Peers, Restored, Snapshots};
 use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
@@ -24,7 +24,7 @@ use crate::{plan, plan_memory};
 use meshwork_core::launcher::Placement;
 use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Group, Mesh, Rank, RunError, World};
-use meshwork_engine::{AtCuts, ModelPlan, RankTime, StepReport, TrainError, Trainer};
+use meshwork_engine::{AtCuts, Evaluation, ModelPlan, RankTime, StepReport, TrainError, Trainer};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, MemoryUse, ParamSpec};
 use serde_json::json;
@@ -351,13 +351,13 @@ fn run(
             let both = compression == ValidationCompression::Both;
             let mut validate = |cuts| validate(config, data, &mut trainer, cuts, stop);
             let losses = match validate(cuts)? {
-                Some(loss) if both => validate(AtCuts::Exact)?.map(|exact| (loss, Some(exact))),
-                loss => loss.map(|loss| (loss, None)),
+                Some(found) if both => validate(AtCuts::Exact)?.map(|exact| (found, Some(exact.loss))),
+                found => found.map(|found| (found, None)),
             };
             match losses {
-                Some((loss, exact)) => {
-                    reporter.iter_mut().try_for_each(|reporter| reporter.validation(begun, loss, exact))?;
-                    let (now, is_best) = Best::after(best, begun, loss);
+                Some((found, exact)) => {
+                    reporter.iter_mut().try_for_each(|reporter| reporter.validation(begun, &found, exact))?;
+                    let (now, is_best) = Best::after(best, begun, found.loss);
                     best = now;
                     saves |= is_best && config.keeps_best() || out_of_patience(best);
                 }
@@ -425,15 +425,15 @@ fn not_validated(step: u64) -> String {
     format!("step {step}  validation left out: the run was asked to stop")
 }
 
-/// The loss on what is held out; `None` if some rank is asked to stop before the last batch. A loss of some of the
-/// batches is none.
+/// The loss and metrics on what is held out; `None` if some rank is asked to stop before the last batch. A loss of some
+/// of the batches is none.
 fn validate(
     config: &Config,
     data: &Data,
     trainer: &mut Trainer,
     cuts: AtCuts,
     stop: &AtomicBool,
-) -> Result<Option<f64>, RankError> {
+) -> Result<Option<Evaluation>, RankError> {
     let global = config.training.global_batch_size;
     let (rows, world) = (trainer.samples(), trainer.rank().world().clone());
     let batches = 0..data.validation_batches(config.validation.steps, global);
@@ -455,8 +455,8 @@ fn validate(
     match report {
         _ if stopped => Ok(None),
         // The run need not end for it.
-        Err(TrainError::NoTerms { .. }) => Ok(Some(f64::NAN)),
-        report => Ok(Some(report?.loss)),
+        Err(TrainError::NoTerms { .. }) => Ok(Some(Evaluation { loss: f64::NAN, metrics: Vec::new() })),
+        report => Ok(Some(report?)),
     }
 }
 
@@ -529,7 +529,8 @@ impl Reporter {
         seconds: f64,
         times: &[RankTime],
     ) -> Result<(), RankError> {
-        let tokens = config.training.global_batch_size * config.model.seq_len;
+        let sequences = config.training.objective.rows() * config.training.global_batch_size;
+        let tokens = sequences * config.model.seq_len;
         let step = Step {
             step: report.step,
             loss: report.loss,
@@ -546,6 +547,7 @@ impl Reporter {
             skipped: report.skipped,
             masked: report.terms == 0,
             moe: Experts::from_report(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
+            dpo: Rewards::from_report(&report.metrics).filter(|_| report.terms > 0),
         };
         self.masked_steps += u64::from(step.masked);
         self.memory.clone_from(&report.memory);
@@ -560,15 +562,19 @@ impl Reporter {
         Ok(())
     }
 
-    fn validation(&mut self, step: u64, loss: f64, loss_uncompressed: Option<f64>) -> Result<(), RankError> {
+    fn validation(&mut self, step: u64, found: &Evaluation, loss_uncompressed: Option<f64>) -> Result<(), RankError> {
+        let (loss, dpo) = (found.loss, Rewards::from_report(&found.metrics));
         self.progress.validation(step, loss, loss_uncompressed);
         self.notes(loss.is_nan().then_some("warning: every target of the validation data is masked".to_owned()));
         if let Some(tensorboard) = &mut self.tensorboard {
             let exact = loss_uncompressed.map(|loss| ("validation/loss_uncompressed", loss));
-            tensorboard.scalars(step, [("validation/loss", loss)].into_iter().chain(exact))?;
+            let rewards = dpo.into_iter().flat_map(Rewards::scalars);
+            let rewards: Vec<_> = rewards.map(|(name, value)| (format!("validation/rewards_{name}"), value)).collect();
+            let rewards = rewards.iter().map(|(tag, value)| (&**tag, *value));
+            tensorboard.scalars(step, [("validation/loss", loss)].into_iter().chain(exact).chain(rewards))?;
         }
         if let Some(metrics) = &mut self.metrics {
-            metrics.write(&Event::Validation { step, loss, loss_uncompressed })?;
+            metrics.write(&Event::Validation { step, loss, loss_uncompressed, dpo })?;
         }
         Ok(())
     }

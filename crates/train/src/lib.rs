@@ -21,6 +21,7 @@ pub mod processes;
 pub mod profile;
 pub mod progress;
 pub mod replay;
+mod rewards;
 mod routes;
 mod start_weights;
 mod stop;

@@ -10,6 +10,7 @@
 
 use crate::config::{AXES, Config, Fault};
 use crate::error::OutputError;
+pub use crate::rewards::Rewards;
 use meshwork_engine::{Offloaded, ReportedStatistic};
 use meshwork_models::experts::{TOKENS, imbalance};
 use meshwork_tensor::{Launches, MemoryUse};
@@ -39,6 +40,9 @@ pub enum Event<'a> {
         /// The loss with uncompressed activations between stages, with `validation.compression = "both"`.
         #[serde(skip_serializing_if = "Option::is_none")]
         loss_uncompressed: Option<f64>,
+        /// The rewards of held-out pairs of answers.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        dpo: Option<Rewards>,
     },
     /// The last line: how the run ended.
     End {
@@ -174,6 +178,9 @@ pub struct Step {
     /// The report of the routers of experts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
+    /// The rewards of pairs of answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dpo: Option<Rewards>,
 }
 
 /// Bytes that the offload of a rank moved in one step, averaged over ranks.
@@ -240,6 +247,9 @@ impl Step {
         if let Some(moe) = &self.moe {
             add("moe", "load_imbalance", moe.load_imbalance);
             moe.metrics.iter().for_each(|&(name, value)| add("moe", name, value));
+        }
+        for (name, value) in self.dpo.into_iter().flat_map(Rewards::scalars) {
+            add("rewards", name, value);
         }
         self.loss_scale.iter().for_each(|&scale| add("train", "loss_scale", scale));
         if let Some(OffloadTraffic { read, written, wait_ms }) = self.offload {

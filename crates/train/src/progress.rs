@@ -2,7 +2,7 @@
 //!
 //! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
 
-use crate::metrics::Step;
+use crate::metrics::{Rewards, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{self, ErrorKind, Write};
 use std::sync::Arc;
@@ -189,11 +189,14 @@ fn shown(step: u64, steps: u64) -> bool {
 }
 
 fn line(step: &Step, steps: u64) -> String {
-    let Step { step, loss, grad_norm, lr, tokens_per_s, loss_scale, skipped, masked, .. } = step;
+    let Step { step, loss, grad_norm, lr, tokens_per_s, loss_scale, skipped, masked, dpo, .. } = step;
     if *masked {
         return format!("step {step}/{steps}  skipped: every target of its batch is masked");
     }
-    let of_step = format!("step {step}/{steps}  loss {loss:.4}");
+    let rewards = dpo.map_or_else(String::new, |Rewards { margin, accuracy, .. }| {
+        format!("  margin {margin:.3}  accuracy {accuracy:.2}")
+    });
+    let of_step = format!("step {step}/{steps}  loss {loss:.4}{rewards}");
     match skipped {
         true => format!("{of_step}  skipped: a gradient overflowed at loss scale {}", loss_scale.unwrap_or(1.0)),
         false => format!("{of_step}  grad_norm {grad_norm:.2}  lr {lr:.1e}  {tokens_per_s:.0} tokens/s"),
@@ -220,6 +223,7 @@ mod tests {
         skipped: false,
         masked: false,
         moe: None,
+        dpo: None,
         offload: None,
         peak_bytes: vec![],
         compute_ms: vec![],
@@ -235,6 +239,9 @@ mod tests {
     #[test]
     fn a_plain_line() {
         assert_eq!(line(&STEP, 300), "step 10/300  loss 3.1234  grad_norm 0.83  lr 3.0e-4  41234 tokens/s");
+        let rewards = Rewards { chosen: 0.5, rejected: -0.25, margin: 0.75, accuracy: 0.875 };
+        let text = "step 10/300  loss 3.1234  margin 0.750  accuracy 0.88  grad_norm 0.83  lr 3.0e-4  41234 tokens/s";
+        assert_eq!(line(&Step { dpo: Some(rewards), ..STEP }, 300), text);
         let skipped = Step { loss_scale: Some(65536.0), skipped: true, ..STEP };
         let text = "step 10/300  loss 3.1234  skipped: a gradient overflowed at loss scale 65536";
         assert_eq!(line(&skipped, 300), text);

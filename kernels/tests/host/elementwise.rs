@@ -2,8 +2,51 @@
 //! the CPU.
 
 use crate::{assert_bits, launch, values};
-use meshwork_cpu::kernels::{elementwise, indexing, reduction, relu};
-use meshwork_tensor::kernel::{Map, Picks, Zip};
+use meshwork_cpu::kernels::{elementwise, indexing, preference, reduction, relu};
+use meshwork_tensor::kernel::{Map, PairNumber, Picks, Preference, Zip};
+
+#[test]
+fn preferences_are_those_of_the_cpu() {
+    let of = Preference { beta: 0.3, label_smoothing: 0.1 };
+    // Margins on both sides of zero, at zero, and so large that e^margin overflows.
+    let losses: Vec<f64> = (0..600).map(|i| f64::from(i % 7) * 1.7 - f64::from(i / 100)).collect();
+    let mut reference: Vec<f64> = (0..600).map(|i| f64::from(i % 5) * 2.3 - 4.0).collect();
+    (reference[0], reference[3]) = (1e5, 1e5);
+    reference[4..6].copy_from_slice(&losses[4..6]);
+    let (mut got, mut want) = (vec![f64::NAN; 300], vec![f64::NAN; 300]);
+    let numbers = [PairNumber::Loss, PairNumber::Chosen, PairNumber::Rejected, PairNumber::Margin, PairNumber::Correct];
+    for (at, number) in numbers.into_iter().enumerate() {
+        if !launch!(
+            "preference_forward",
+            [300, 0],
+            &losses,
+            &reference,
+            &mut got,
+            of.beta,
+            of.label_smoothing,
+            at,
+            300_usize
+        ) {
+            return;
+        }
+        preference::forward(of, number, &losses, &reference, &mut want);
+        assert_eq!(got, want, "{number:?}");
+    }
+    let (dloss, mut got, mut want) = (vec![0.7_f64; 300], vec![f64::NAN; 600], vec![f64::NAN; 600]);
+    launch!(
+        "preference_backward",
+        [300, 0],
+        &losses,
+        &reference,
+        &dloss,
+        &mut got,
+        of.beta,
+        of.label_smoothing,
+        300_usize
+    );
+    preference::backward(of, &losses, &reference, &dloss, &mut want);
+    assert_eq!(got, want);
+}
 
 /// Ordinary values and the ends of the range, NaN last.
 fn awkward(name: &str, count: usize) -> Vec<f32> {

@@ -43,6 +43,7 @@ pub mod matmul;
 pub mod norm;
 pub mod permutation;
 pub mod pointwise;
+pub mod preference;
 pub mod reduce;
 pub mod reduction;
 pub mod relu;

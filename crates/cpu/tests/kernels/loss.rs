@@ -3,7 +3,8 @@
 use super::oracle::{assert_close, check_gradient, values, widen};
 use meshwork_cpu::kernels::Float;
 use meshwork_cpu::kernels::loss::*;
-use meshwork_tensor::kernel::VocabShard;
+use meshwork_cpu::kernels::preference;
+use meshwork_tensor::kernel::{PairNumber, Preference, VocabShard};
 use proptest::prelude::*;
 
 /// Loss and gradient in f64, straight from the definition, over the first `valid` of each row's logits.
@@ -144,4 +145,42 @@ fn a_shard_of_minus_infinities_adds_nothing() {
 #[should_panic(expected = "target 4 is not in")]
 fn targets_outside_the_vocabulary_are_refused() {
     run(VocabShard { width: 8, pitch: 8, ..VocabShard::whole(4) }, &[0.0_f32; 8], &[4], 1.0);
+}
+
+/// Against the formula as the paper has it, and its gradient against differences.
+#[test]
+fn a_preference_is_the_log_of_a_sigmoid() {
+    let (losses, reference) = ([3.0, 2.0, 1.0, 4.0], [3.5, 1.0, 1.0, 4.0]);
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    for label_smoothing in [0.0, 0.2] {
+        let of = Preference { beta: 0.5, label_smoothing };
+        let number = |number, losses: &[f64]| {
+            let mut out = [f64::NAN; 2];
+            preference::forward(of, number, losses, &reference, &mut out);
+            out
+        };
+        assert_eq!(number(PairNumber::Chosen, &losses), [0.25, 0.0]);
+        assert_eq!(number(PairNumber::Rejected, &losses), [-0.5, 0.0]);
+        assert_eq!(number(PairNumber::Margin, &losses), [0.75, 0.0]);
+        assert_eq!(number(PairNumber::Correct, &losses), [1.0, 0.0]);
+        let wanted = -(1.0 - label_smoothing) * sigmoid(0.75).ln() - label_smoothing * sigmoid(-0.75).ln();
+        let got = number(PairNumber::Loss, &losses);
+        assert!((got[0] - wanted).abs() < 1e-15 && (got[1] - 2.0_f64.ln()).abs() < 1e-15, "{got:?}");
+        let mut slopes = [f64::NAN; 4];
+        preference::backward(of, &losses, &reference, &[2.0, 3.0], &mut slopes);
+        for (at, slope) in slopes.into_iter().enumerate() {
+            let sum = |by: f64| {
+                let mut moved = losses;
+                moved[at] += by;
+                let [one, other] = number(PairNumber::Loss, &moved);
+                2.0 * one + 3.0 * other
+            };
+            let difference = (sum(1e-6) - sum(-1e-6)) / 2e-6;
+            assert!((slope - difference).abs() < 1e-8, "{at}: {slope} and {difference}");
+        }
+    }
+    // A margin beyond the range of e^x.
+    let (of, mut out) = (Preference { beta: 1.0, label_smoothing: 0.0 }, [f64::NAN]);
+    preference::forward(of, PairNumber::Loss, &[1e4, 0.0], &[0.0, 0.0], &mut out);
+    assert_eq!(out, [1e4]);
 }

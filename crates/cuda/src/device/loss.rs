@@ -1,5 +1,5 @@
 use super::prelude::*;
-use meshwork_tensor::kernel::{Loss, VocabShard};
+use meshwork_tensor::kernel::{Loss, PairNumber, Preference, VocabShard};
 
 const OP: &str = "cross_entropy";
 
@@ -50,5 +50,29 @@ impl Loss for CudaDevice {
         launch!(self, OP, "correct_rows", [rows, 0]; logits, targets, width, &right, rows)?;
         launch!(self, OP, "correct_counts", [samples, 0]; &right, &out, samples, rows / samples.max(1))?;
         Ok(out)
+    }
+
+    fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer> {
+        let pairs = losses.count() / 2;
+        let out = self.alloc(DType::F64, pairs)?;
+        let number: usize = match number {
+            PairNumber::Loss => 0,
+            PairNumber::Chosen => 1,
+            PairNumber::Rejected => 2,
+            PairNumber::Margin => 3,
+            PairNumber::Correct => 4,
+        };
+        launch!(self, "preference", "preference_forward", [pairs, 0];
+            losses, reference, &out, of.beta, of.label_smoothing, number, pairs
+        )?;
+        Ok(out)
+    }
+
+    fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer> {
+        let (pairs, dlosses) = (dloss.count(), self.alloc(DType::F64, losses.count())?);
+        launch!(self, "preference", "preference_backward", [pairs, 0];
+            losses, reference, dloss, &dlosses, of.beta, of.label_smoothing, pairs
+        )?;
+        Ok(dlosses)
     }
 }

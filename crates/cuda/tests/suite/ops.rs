@@ -833,6 +833,18 @@ fn channel_norms_squared_errors_and_accuracy_have_the_cpus_bits() {
             of.squared_error_grad(&x, &t, &up(&dloss), 0.7)?,
         ])
     });
+    same("preferences", |device, up| {
+        let (loss, of) = (device.loss()?, Preference { beta: 0.3, label_smoothing: 0.1 });
+        let [losses, reference, dloss] = [vec![1.0_f64, 2.0, 5.0, 3.5], vec![1.5, 1.0, 5.0, 3.0], vec![0.5, 0.5]]
+            .map(|of| up(&Buffer::from_vec(of)));
+        let number = |number| loss.preference(&losses, &reference, of, number);
+        Ok(vec![
+            number(PairNumber::Loss)?,
+            number(PairNumber::Margin)?,
+            number(PairNumber::Correct)?,
+            loss.preference_grad(&losses, &reference, &dloss, of)?,
+        ])
+    });
     same("accuracy", |device, up| {
         Ok(vec![device.loss()?.correct(
             &up(&x),

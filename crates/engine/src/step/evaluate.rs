@@ -59,6 +59,7 @@ impl Trainer {
         let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.reporting.metrics.len()], 0, 0);
         for batch in batches {
             self.require_batch(&batch)?;
+            let batch = self.with_reference(&batch)?;
             terms += self.count_terms(&batch)?.into_iter().sum::<u64>();
             samples += self.plan.global_batch_size;
             let mut pass = self.pass(Purpose::Evaluate, &batch)?;

@@ -74,14 +74,16 @@ impl Trainer {
         self.begin(Begun { batch, terms: Vec::new(), stop: &stop, observe: &mut observe })
     }
 
-    fn begin(&mut self, mut begun: Begun<'_>) -> Result<Vec<StepReport>> {
+    fn begin(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>> {
         let _entered = self.enter("step");
         slow_build::warn(&*self.device);
         self.require_batch(begun.batch)?;
         self.require_samples_apart(begun.batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         self.store.gathers.iter().for_each(|gathers| gathers.gatherer.clear_events());
-        begun.terms = self.count_terms(begun.batch)?;
+        let Begun { batch, stop, observe, .. } = begun;
+        let batch = &self.with_reference(batch)?;
+        let begun = Begun { batch, terms: self.count_terms(batch)?, stop, observe: &mut *observe };
         if begun.terms.contains(&0) {
             return self.pass_over(begun);
         }

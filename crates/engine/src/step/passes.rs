@@ -1,5 +1,6 @@
 //! The parts of a step: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
 
+use super::AtCuts;
 use super::prelude::*;
 use crate::chunk::{Chunk, Workspace};
 use crate::clock::Clock;
@@ -10,9 +11,28 @@ use meshwork_pipeline::Event;
 use meshwork_tensor::tape::Position;
 
 impl Trainer {
-    /// Refuses a batch without this rank's samples of each field of the model.
+    /// Refuses a batch without this rank's samples of each field of the model, its [reference](Model::reference) apart.
     pub(super) fn require_batch(&self, batch: &Batch) -> Result<()> {
-        Ok(batch.require(&self.cut.model.model().fields(), self.samples().len())?)
+        let model = self.cut.model.model();
+        let given: Vec<_> =
+            model.fields().into_iter().filter(|field| Some(field) != model.reference().as_ref()).collect();
+        Ok(batch.require(&given, self.samples().len())?)
+    }
+
+    /// The batch with its [reference](Model::reference), if the model has one: a pass of the frozen model over this
+    /// rank's samples. Frozen weights are the same in each step, so that it waits for no update. Collective over the
+    /// world.
+    pub(super) fn with_reference(&mut self, batch: &Batch) -> Result<Batch> {
+        let Some(field) = self.cut.model.model().reference() else { return Ok(batch.clone()) };
+        let (each, own) = (field.dims.count(), self.samples());
+        let with = |values: Vec<f64>| batch.clone().with(field.name, field.dims, values);
+        let mut pass = self.pass(Purpose::Reference, &with(vec![0.0; each * own.len()])?)?;
+        pass.numbers = RefCell::new(self.device.zeros(DType::F64, each * self.plan.global_batch_size)?);
+        pass.rows = self.plan.compress.rows_in(pass.position.step);
+        self.forward_only(&pass, AtCuts::AsTrained, self.cut.micros)?;
+        let sums = self.rank.world().start_all_reduce(pass.numbers.into_inner(), ReduceOp::Sum)?;
+        let all = self.device.download(&sums.wait()?)?;
+        Ok(with(all.as_slice::<f64>()?[each * own.start..each * own.end].to_vec())?)
     }
 
     /// Terms of the loss in the global batch, per update: integer sums over dp.
@@ -47,6 +67,7 @@ impl Trainer {
             },
             batch: batch.clone(),
             micro_batch: self.cut.micro_batch,
+            rows_of_sample: self.cut.model.model().rows(),
             activations: self.pipeline.activations.clone(),
             seeds: Vec::new(),
             loss_scale: 1.0,

@@ -30,7 +30,6 @@ impl Trainer {
         if !begins || self.cut.micro_batch < 2 || !self.device.has_values() {
             return Ok(());
         }
-        let first = batch.part(0..self.cut.micro_batch)?;
         let blank = Batch::blank(&self.cut.model.model().fields(), 1);
         let mut refuse = [f64::from(u8::from(!takes(&self.cut.model, self.rank.world_rank(), &blank)))];
         self.rank.world().all_reduce_slice(&mut refuse, ReduceOp::Max)?;
@@ -39,15 +38,18 @@ impl Trainer {
         }
         let device = self.device.clone();
         let (together, alone) = device.meter().uncounted(|| {
+            let first = self.with_reference(batch)?.part(0..self.cut.micro_batch)?;
             Ok::<_, TrainError>((self.numbers_in(&first, self.cut.micro_batch)?, self.numbers_in(&first, 1)?))
         })?;
         let (Some((together, decides)), Some((alone, _))) = (together, alone) else { return Ok(()) };
         let canonical = self.plan.blocks().is_some();
         let in_half = self.plan.mixed.is_some() || self.device.operand_dtype(DType::F32).is_half();
+        // Metrics against a reference are differences of numbers that may be all but the same.
+        let metrics = if self.cut.model.model().reference().is_some() { 0 } else { self.reporting.metrics.len() };
         let (most, rows) = match (canonical, decides) {
             (true, _) => (0.0, 1 + self.reporting.metrics.len()),
             (false, true) => (5e-2, 1),
-            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + self.reporting.metrics.len()),
+            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + metrics),
         };
         let (samples, per_rank) = (self.plan.global_batch_size, self.samples().len());
         for (row, (together, alone)) in together.chunks(samples).zip(alone.chunks(samples)).take(rows).enumerate() {

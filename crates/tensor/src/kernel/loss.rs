@@ -39,6 +39,37 @@ impl VocabShard {
     }
 }
 
+/// The loss of direct preference optimisation (DPO; Rafailov et al. 2023, arXiv:2305.18290) of pairs of a chosen and a
+/// rejected answer. With the loss `l = -ln p(answer)` of each answer, and `l_ref` of the reference:
+///
+/// ```text
+/// reward = beta · (l_ref - l)      margin = reward of chosen - reward of rejected
+/// loss   = -(1 - s) · ln σ(margin) - s · ln σ(-margin)
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Preference {
+    /// How much a deviation from the reference weighs: β of the paper, above 0.
+    pub beta: f64,
+    /// s: the share of pairs whose answers are taken to be the wrong way round (conservative DPO; Mitchell 2023), from
+    /// 0 to below 0.5.
+    pub label_smoothing: f64,
+}
+
+/// A number of a pair of answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PairNumber {
+    /// The loss.
+    Loss,
+    /// The reward of the chosen answer.
+    Chosen,
+    /// The reward of the rejected answer.
+    Rejected,
+    /// The first less the second.
+    Margin,
+    /// 1 if the margin is above 0, else 0.
+    Correct,
+}
+
 kernels! {
     /// Cross entropy of logits `[rows, pitch]`, f32 or 16 bits, against i32 targets `[rows]`; a negative target is
     /// masked.
@@ -72,5 +103,14 @@ kernels! {
         /// logits, the first counts as the largest. Masked rows do not count.
         fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
             | profile(Loss: logits, targets), halves(as_is), meta(F64 => samples);
+
+        /// A number of each pair, in f64. `losses` and `reference` have an f64 for the chosen answer of each pair, and
+        /// one for the rejected answer behind it.
+        fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer>
+            | profile(Loss: losses, reference), halves(as_is), meta(F64 => losses.count() / 2);
+
+        /// The gradients of the losses of answers, from an f64 per pair: the gradient of its loss.
+        fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer>
+            | profile(Loss: losses, reference, dloss), halves(as_is), meta(like losses);
     }
 }

@@ -46,7 +46,7 @@ pub use embedding::{Embedding, TableGrad};
 pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad, block_rows};
 pub use indexing::{Indexing, Picks};
 pub use layout::{Layout, check_copy};
-pub use loss::{Loss, VocabShard};
+pub use loss::{Loss, PairNumber, Preference, VocabShard};
 pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{FlatParts, Measured, Optim, WholeOptim, WholePart, WholeVectors};

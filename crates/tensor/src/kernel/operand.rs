@@ -68,6 +68,8 @@ plain!(
     GroupedShape,
     TurnedHeads,
     VocabShard,
+    Preference,
+    PairNumber,
     &Selection,
     Pick,
     &Scheme,

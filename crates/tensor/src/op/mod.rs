@@ -65,6 +65,7 @@ mod matmul;
 mod norm;
 mod order;
 mod pool;
+mod preference;
 mod relu;
 mod repeat;
 mod reshape;
@@ -75,7 +76,7 @@ mod sum;
 mod swiglu;
 mod whole;
 
-pub use crate::kernel::{Divisors, LongRope, Pattern, Rotary, RotaryScaling, Yarn};
+pub use crate::kernel::{Divisors, LongRope, PairNumber, Pattern, Preference, Rotary, RotaryScaling, Yarn};
 pub use attention_mask::{Documents, Mask};
 pub use channel_norm::Moments;
 pub use exchange::{Exchange, Exchanged};

@@ -2,7 +2,7 @@
 //! rules accept.
 
 use meshwork_core::{Axis, Ty};
-use meshwork_tensor::op::{Mask, Moments, Rotary, RowGroups};
+use meshwork_tensor::op::{Mask, Moments, Preference, Rotary, RowGroups};
 use meshwork_tensor::{Result, Tensor, Var};
 use meshwork_testkit::check::{CheckError, OpInput, Problem, Report, check_op};
 use std::rc::Rc;
@@ -76,6 +76,8 @@ fn functions_of_two_values() {
         v[0].bias_residual(&v[1], &v[2])
     });
     check("mean_squared_error", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].mean_squared_error(&v[1]));
+    let of = Preference { beta: 0.7, label_smoothing: 0.1 };
+    check("preference_loss", &[x(&[6]), y(&[3, 2])], |v| v[0].preference_loss(&v[1], of));
 }
 
 /// Dims of extent 1, of either operand, at the front, inside and at the end. With y as a parameter too, whose gradient

@@ -23,6 +23,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     check_checkpoints(config, settings);
     check_export(config, settings);
     check_examples(config, settings);
+    check_pairs(config, settings);
     check_device(config, settings);
     let (schedule, keys) =
         (&config.lr_scheduler, ["lr_scheduler.decay", "lr_scheduler.decay_steps", "lr_scheduler.warmup_steps"]);
@@ -167,6 +168,41 @@ fn check_examples(config: &Config, settings: &mut Settings) {
         );
         Fault::new(documents, &config.data.documents, problem, "use attention, or leave it out")
     });
+}
+
+/// Pairs of answers: what a model that learns from them must have, and must not.
+fn check_pairs(config: &Config, settings: &mut Settings) {
+    if config.training.objective != Objective::Dpo {
+        return;
+    }
+    let (objective, smoothing) = ("training.objective", config.dpo.label_smoothing);
+    settings.require(&[objective, "lora.rank"], config.lora.rank > 0, || {
+        let problem =
+            "compares the model with its frozen weights, and without adapters nothing is frozen (lora.rank = 0)";
+        Fault::new(objective, "dpo", problem, "set lora.rank, such as 8")
+    });
+    settings.require(&[objective, "moe.num_experts"], config.moe.num_experts == 0, || {
+        let problem =
+            "losses and loads of routers are of single answers, and a sample is a pair (training.objective = dpo)";
+        Fault::new("moe.num_experts", config.moe.num_experts, problem, "use a model without experts")
+    });
+    settings.require(&[objective, "dpo.label_smoothing"], smoothing < 0.5, || {
+        let problem = "takes more pairs to be the wrong way round than not";
+        Fault::new("dpo.label_smoothing", smoothing, problem, "use a share below 0.5")
+    });
+    let schedule = "pipeline.schedule";
+    settings.require(&[objective, schedule], !config.names_asynchronous(), || {
+        let problem = "never empties its pipeline, and each step of training.objective = dpo begins with a pass of the frozen model";
+        Fault::new(schedule, &config.pipeline.schedule, problem, "use a synchronous schedule")
+    });
+    let compress = ["compress.activations", "compress.activation_gradients"];
+    for (key, scheme) in compress.into_iter().zip([&config.compress.activations, &config.compress.activation_gradients])
+    {
+        settings.require(&[objective, key], scheme == "none", || {
+            let problem = "compresses samples row by row, and a pair is two rows (training.objective = dpo)";
+            Fault::new(key, scheme, problem, "use none")
+        });
+    }
 }
 
 /// A sliding window of a class of `transformers` that has none.

@@ -60,7 +60,8 @@ conditions! {
 
     REPLAYS: "training.replay_every above 0", ["training.replay_every"], |c| c.training.replay_every > 0;
 
-    SFT: "training.objective = sft", ["training.objective"], |c| c.training.objective == Objective::Sft;
+    EXAMPLES: "training.objective = sft or dpo", ["training.objective"], |c| c.training.objective != Objective::Pretrain;
+    DPO: "training.objective = dpo", ["training.objective"], |c| c.training.objective == Objective::Dpo;
 
     // The update rule and its rate.
     ADAM: "optimizer.name = adamw, lamb, muon or adam8bit", ["optimizer.name"],

@@ -1,7 +1,7 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
-use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
-use super::words::{ContextMethod, ContextOrder, MoeRouter, OffloadWord};
+use super::sections::{Comm, Dpo, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
+use super::words::{ContextMethod, ContextOrder, MoeRouter, Objective, OffloadWord};
 use super::{Config, ModelKind, OptimizerName, conditions};
 use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
@@ -12,10 +12,10 @@ use meshwork_models::decoder::{DecoderConfig, DecoderModel};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::families::{GPT2, LLAMA};
 use meshwork_models::language::{Boundary, Frozen};
-use meshwork_nn::{Adapted, Model as AnyModel};
+use meshwork_nn::{Adapted, Model as AnyModel, Preferring};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
-use meshwork_tensor::op::{Order, Rotary, RotaryScaling};
+use meshwork_tensor::op::{Order, Preference, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Encoding;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,9 +42,13 @@ impl Config {
         let model =
             DecoderModel::new(self.decoder()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
         let model = model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block);
-        match self.adapters() {
-            Some(adapters) => Arc::new(Adapted::new(Arc::new(model), adapters)),
-            None => Arc::new(model),
+        let model = match self.adapters() {
+            Some(adapters) => Adapted::new(Arc::new(model), adapters),
+            None => return Arc::new(model),
+        };
+        match self.training.objective {
+            Objective::Dpo => Arc::new(Preferring::new(model, self.dpo.preference())),
+            Objective::Pretrain | Objective::Sft => Arc::new(model),
         }
     }
 
@@ -198,6 +202,13 @@ impl Model {
     /// The parts that are not trained. With tied embeddings the head is the table.
     pub fn frozen(&self) -> Frozen {
         self.freeze.parse().unwrap_or_default() // checked
+    }
+}
+
+impl Dpo {
+    /// The loss that the section describes.
+    pub fn preference(&self) -> Preference {
+        Preference { beta: self.beta, label_smoothing: self.label_smoothing }
     }
 }
 

@@ -255,7 +255,8 @@ sections! {
         /// Number of steps; 0 validates and reports without training.
         steps: u64 = int(100), Count(0), Output;
         /// What is learnt. pretrain: every token of texts. sft: the answers of examples, which are JSON lines of
-        /// messages, or of a prompt and a completion; docs/finetune.md has them.
+        /// messages, or of a prompt and a completion. dpo: to prefer one of two answers, of JSON lines of a prompt, a
+        /// chosen and a rejected answer; the model has adapters (lora.rank). docs/finetune.md has them.
         objective: Objective = is("pretrain"), Choice(Objective::WORDS), Numbers;
         /// Samples per step, over all ranks: dp · num_microbatches · micro_batch_size.
         global_batch_size: usize = int(16), Count(1), Numbers;
@@ -304,6 +305,16 @@ sections! {
         /// Validations in a row without a lower loss than the best one, after which the run ends; 0: it takes all of
         /// its steps.
         patience: u64 = int(0), Count(0), Output, if VALIDATES;
+    }
+
+    /// Direct preference optimisation: -ln σ(margin) of each pair of answers. docs/finetune.md says more.
+    [dpo] Dpo {
+        /// How much a deviation from the frozen model weighs: the margin is beta · ((ln p - ln p_frozen) of the chosen
+        /// answer - the same of the rejected one).
+        beta: f64 = float(0.1), Number(Positive), Numbers, if DPO;
+        /// Share of pairs whose answers are taken to be the wrong way round, below 0.5: the loss is (1 - share) · -ln
+        /// σ(margin) + share · -ln σ(-margin).
+        label_smoothing: f64 = float(0.0), Number(BelowOne), Numbers, if DPO;
     }
 
     /// The update rule.
@@ -386,12 +397,12 @@ sections! {
         cache_dir: Option<String> = Unset, Text, Speed;
         /// A file with the chat template that makes a text of messages; unset: the one of the tokenizer's folder
         /// (chat_template.jinja, or that of tokenizer_config.json).
-        chat_template: Option<String> = Unset, Text, Data, if SFT;
+        chat_template: Option<String> = Unset, Text, Data, if EXAMPLES;
         /// The day that strftime_now of a chat template tells, as 2026-01-31; unset: the day on which the run starts.
-        date: Option<String> = Unset, Text, Data, if SFT;
+        date: Option<String> = Unset, Text, Data, if EXAMPLES;
         /// What becomes of an example of more than model.seq_len tokens: truncate cuts off its end, skip leaves it out.
         /// Both are counted and told.
-        overlong: Overlong = is("truncate"), Choice(Overlong::WORDS), Data, if SFT;
+        overlong: Overlong = is("truncate"), Choice(Overlong::WORDS), Data, if EXAMPLES;
         /// Whether each epoch permutes the samples, by seed and epoch.
         shuffle: bool = ON, Switch, Numbers;
     } beside {
@@ -405,7 +416,7 @@ sections! {
         every: u64 = int(0), Count(0), Output;
         /// Batches per validation; 0 = all that fit.
         steps: u64 = int(0), Count(0), Output, if VALIDATES;
-        /// Share of each token stream, at its end, that is held out; with training.objective = sft, share of the
+        /// Share of each token stream, at its end, that is held out; with training.objective = sft or dpo, share of the
         /// examples. 0: nothing, and validation reads the training data, in their own order.
         fraction: f64 = float(0.05), Double(BelowOne), Numbers, if VALIDATES;
         /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation

@@ -70,7 +70,7 @@ words! {
     /// `training.loss_scale`, unless it is a number.
     LossScaleWord { Dynamic = "dynamic" }
     /// `training.objective`.
-    Objective { Pretrain = "pretrain", Sft = "sft" }
+    Objective { Pretrain = "pretrain", Sft = "sft", Dpo = "dpo" }
     /// `optimizer.name`.
     OptimizerName { Adamw = "adamw", Sgd = "sgd", Lamb = "lamb", Adafactor = "adafactor", Muon = "muon", Adam8bit = "adam8bit" }
     /// `lr_scheduler.decay`.
@@ -101,6 +101,13 @@ words! {
     ValidationCompression { AsTrained = "as_trained", Off = "off", Both = "both" }
     /// `compress.rounding`.
     RoundingName { Nearest = "nearest", Stochastic = "stochastic" }
+}
+
+impl Objective {
+    /// Sequences of a sample: of a pair of answers, both.
+    pub fn rows(self) -> usize {
+        if self == Self::Dpo { 2 } else { 1 }
+    }
 }
 
 /// A word, or a number in its place.

@@ -46,13 +46,12 @@ pub(super) struct JsonDocuments<'a, 'see> {
 }
 
 impl JsonDocuments<'_, '_> {
-    /// Gives a document, or leaves it out.
-    fn give(&mut self, document: Result<DocumentPiece, Problem>) -> Result<(), DataError> {
-        match document {
-            Ok(document) if document.text.is_empty() => Ok(()),
-            Ok(document) => {
-                self.bad.documents += 1;
-                (self.see)(document)
+    /// Gives the documents of an object, or leaves them out.
+    fn give(&mut self, documents: Result<Vec<DocumentPiece>, Problem>) -> Result<(), DataError> {
+        match documents {
+            Ok(documents) => {
+                self.bad.documents += u64::from(documents.iter().any(|document| !document.text.is_empty()));
+                documents.into_iter().filter(|document| !document.text.is_empty()).try_for_each(&mut *self.see)
             }
             Err(problem) => self.bad.leave_out(problem.in_file(self.path), self.reading),
         }
@@ -71,24 +70,24 @@ impl JsonDocuments<'_, '_> {
             let mark = if line == 1 && bytes.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
             let start = at + mark as u64;
             at += read as u64;
-            let document = std::str::from_utf8(&bytes[mark..])
+            let documents = std::str::from_utf8(&bytes[mark..])
                 .map_err(|error| Problem::NotUtf8 { at: start + error.valid_up_to() as u64 })
-                .and_then(|text| self.document_of_line(line, text.trim()));
-            self.give(document)?;
+                .and_then(|text| self.documents_of_line(line, text.trim()));
+            self.give(documents)?;
         }
         Ok(())
     }
 
-    fn document_of_line(&self, line: u64, text: &str) -> Result<DocumentPiece, Problem> {
+    fn documents_of_line(&self, line: u64, text: &str) -> Result<Vec<DocumentPiece>, Problem> {
         if text.is_empty() {
-            return Ok(DocumentPiece::whole(String::new()));
+            return Ok(Vec::new());
         }
         match serde_json::from_str::<Value>(text) {
             Err(error) => Err(Problem::NotJson { line, error: of_line(&error) }),
             Ok(value) if !text.starts_with('{') => {
                 Err(Problem::NotJson { line, error: format!("it is {}", kind(&value)) })
             }
-            Ok(value) => document_of(value, || format!("line {line}"), self.reading),
+            Ok(value) => documents_of(value, || format!("line {line}"), self.reading),
         }
     }
 
@@ -119,12 +118,14 @@ impl<'de> Visitor<'de> for Elements<'_, '_, '_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         let Self(mut documents, failed) = self;
         for at in 0u64.. {
-            let document = match elements.next_element()? {
+            let found = match elements.next_element()? {
                 None => break,
-                Some(Value::String(text)) if documents.reading.examples.is_none() => Ok(DocumentPiece::whole(text)),
-                Some(value) => document_of(value, || format!("element {at}"), documents.reading),
+                Some(Value::String(text)) if documents.reading.examples.is_none() => {
+                    Ok(vec![DocumentPiece::whole(text)])
+                }
+                Some(value) => documents_of(value, || format!("element {at}"), documents.reading),
             };
-            if let Err(error) = documents.give(document) {
+            if let Err(error) = documents.give(found) {
                 *failed = Some(error);
                 return Err(A::Error::custom("stopped"));
             }
@@ -144,9 +145,15 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The document of a value: an example, or a text.
-fn document_of(value: Value, place: impl Fn() -> String, reading: &Reading<'_>) -> Result<DocumentPiece, Problem> {
-    let Some(examples) = reading.examples else { return text_of(value, place, reading).map(DocumentPiece::whole) };
+/// The documents of a value: an example, both answers of a pair, or a text.
+fn documents_of(
+    value: Value,
+    place: impl Fn() -> String,
+    reading: &Reading<'_>,
+) -> Result<Vec<DocumentPiece>, Problem> {
+    let Some(examples) = reading.examples else {
+        return Ok(vec![DocumentPiece::whole(text_of(value, place, reading)?)]);
+    };
     examples.read(value).map_err(|wrong| match wrong {
         Wrong::Fields(problem) => Problem::NoExample { place: place(), problem },
         Wrong::Template(problem) => Problem::Template { place: place(), problem },

@@ -76,6 +76,7 @@ use documents::Documents;
 use meshwork_core::hash;
 use meshwork_models::language::{self, Boundary};
 use meshwork_nn::{Batch, BatchSource, SAMPLE};
+use meshwork_tensor::Shape;
 use mixture::Mixture;
 use position::Origin;
 pub(crate) use position::Position;
@@ -150,6 +151,8 @@ pub struct Data {
     /// Whether batches say which sample each is.
     numbered: bool,
     seq_len: usize,
+    /// Sequences of a sample: two where it is a pair of answers.
+    rows: usize,
     shuffle: Option<u64>,
     /// Where a run went on; `None` at the beginning.
     origin: Option<Origin>,
@@ -200,7 +203,7 @@ impl Data {
             Self { tokenizer, from_text, notices, ..Self::from_streams(streams, mixture, config.model.seq_len) };
         data = match config.training.objective {
             Objective::Pretrain => data.hold_out(config.validation.held_out()),
-            Objective::Sft => data.packed(config).map_err(|error| {
+            Objective::Sft | Objective::Dpo => data.packed(config).map_err(|error| {
                 vec![Fault::new(names[0].0, &names[0].1, error.problem.to_string(), error.problem.valid())]
             })?,
         };
@@ -239,6 +242,7 @@ impl Data {
             placed: false,
             numbered: false,
             seq_len,
+            rows: 1,
             shuffle: None,
             origin: None,
             tokenizer: Tokenizer::BYTES,
@@ -290,8 +294,10 @@ impl Data {
 
     /// Packs the examples of each stream into rows, some of them for validation.
     fn packed(mut self, config: &Config) -> Result<Self, DataError> {
+        self.rows = config.training.objective.rows();
+        let pack = if self.rows == 1 { packing::pack } else { packing::pairs };
         for part in &mut self.parts {
-            let packed = packing::pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
+            let packed = pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
             if packed.training <= 1 {
                 return Err(Problem::NoAnswers(packed.told).in_file(Path::new("")));
             }
@@ -356,8 +362,8 @@ impl Data {
         self.collect(u128::from(index) * global_batch_size as u128, rows, |index| {
             let (source, nth) = self.mixture.at(index);
             let (samples, part) = (self.samples_of(source, true), &self.parts[source]);
-            assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.seq_len);
-            (source, part.validation().start + (nth % u128::from(samples)) as u64 * self.seq_len as u64)
+            assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.width());
+            (source, part.validation().start + (nth % u128::from(samples)) as u64 * self.width() as u64)
         })
     }
 
@@ -378,19 +384,19 @@ impl Data {
         rows: Range<usize>,
         place: impl Fn(u128) -> (usize, u64),
     ) -> Result<Batch, DataError> {
-        let count = rows.len();
-        let mut inputs = Vec::with_capacity(count * self.seq_len);
-        let mut targets = Vec::with_capacity(count * self.seq_len);
+        let (count, width) = (rows.len(), self.width());
+        let mut inputs = Vec::with_capacity(count * width);
+        let mut targets = Vec::with_capacity(count * width);
         let (mut positions, mut numbers) = (Vec::new(), Vec::new());
         for row in rows {
             let (source, start) = place(taken + row as u128);
             let stream = &self.parts[source].stream;
-            let window = start..start + self.seq_len as u64 + 1;
+            let window = start..start + width as u64 + 1;
             let before: u64 = (0..source).map(|source| self.samples_of(source, false)).sum();
-            numbers.push((before + start / self.seq_len as u64) as i32);
+            numbers.push((before + start / width as u64) as i32);
             let tokens = stream.tokens.read(window.clone())?;
             let before = targets.len();
-            inputs.extend_from_slice(&tokens[..self.seq_len]);
+            inputs.extend_from_slice(&tokens[..width]);
             targets.extend_from_slice(&tokens[1..]);
             let masked = (start + 1..window.end).map(|at| stream.masked.get(at as usize) == Some(&true));
             targets[before..].iter_mut().zip(masked).filter(|(_, masked)| *masked).for_each(|(to, _)| *to = MASKED);
@@ -402,21 +408,28 @@ impl Data {
             firsts.iter().for_each(|first| targets[before + first - 1] = MASKED);
             if self.placed {
                 // A document that began before the sample begins anew with it: the model never sees its first tokens.
-                let edges: Vec<usize> = [0].into_iter().chain(firsts).map(|first| first.min(self.seq_len)).collect();
-                let ends = edges.iter().skip(1).chain([&self.seq_len]);
+                let edges: Vec<usize> = [0].into_iter().chain(firsts).map(|first| first.min(width)).collect();
+                let ends = edges.iter().skip(1).chain([&width]);
                 positions.extend(edges.iter().zip(ends).flat_map(|(first, end)| 0..(end - first) as i32));
             }
         }
-        let batch = language::batch(inputs, targets, self.seq_len).expect("whole samples");
-        let placed = if self.placed { batch.with(language::POSITIONS, [self.seq_len], positions) } else { Ok(batch) };
+        let dims = if self.rows == 1 { Shape::new(&[width]) } else { Shape::new(&[self.rows, self.seq_len]) };
+        let batch = Batch::new(count).with(language::TOKENS, dims, inputs);
+        let batch = batch.and_then(|batch| batch.with(language::TARGETS, dims, targets)).expect("whole samples");
+        let placed = if self.placed { batch.with(language::POSITIONS, dims, positions) } else { Ok(batch) };
         let batch = placed.expect("a position for each token");
         let numbered = if self.numbered { batch.with(SAMPLE, [], numbers) } else { Ok(batch) };
         Ok(numbered.expect("a number for each sample"))
     }
 
+    /// Tokens of a sample.
+    pub(crate) fn width(&self) -> usize {
+        self.rows * self.seq_len
+    }
+
     /// Number of whole samples of a stream, of the training part or of the held-out part.
     fn samples_of(&self, source: usize, validation: bool) -> u64 {
-        self.parts[source].len(validation).saturating_sub(1) / self.seq_len as u64
+        self.parts[source].len(validation).saturating_sub(1) / self.width() as u64
     }
 
     /// Number of samples before one comes twice.

@@ -23,6 +23,13 @@ pub(super) struct Answers {
     pub templated: bool,
 }
 
+impl Answers {
+    /// Whether there is nothing in them.
+    pub fn are_empty(&self) -> bool {
+        self.spans.iter().all(Range::is_empty)
+    }
+}
+
 impl DocumentPiece {
     pub fn whole(text: String) -> Self {
         Self { text, margins: [0, 0], last: true, answers: None }

@@ -106,8 +106,9 @@ pub(crate) fn read(config: &Config) -> Result<Sources, Vec<Fault>> {
         EndOfText::Word(EndOfTextWord::None) => None,
         EndOfText::Number(id) => Some(id),
     };
-    let takes_examples = config.training.objective == Objective::Sft;
-    let examples = takes_examples.then(|| Examples::open(settings)).transpose().map_err(|fault| vec![fault])?;
+    let (takes, pairs) =
+        (config.training.objective != Objective::Pretrain, config.training.objective == Objective::Dpo);
+    let examples = takes.then(|| Examples::open(settings, pairs)).transpose().map_err(|fault| vec![fault])?;
     let reading = Reading {
         format: settings.format,
         text_key: &settings.text_key,

@@ -60,7 +60,8 @@ const SAMPLE_BLOCK: usize = 32;
 /// While steps are under way.
 pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) -> Result<Vec<f32>, TrainError> {
     let fields = trainer.plan().model().fields();
-    let seq_len = fields.iter().find(|field| field.name == language::TOKENS).map_or(1, |field| field.dims.count());
+    let tokens_of = fields.iter().find(|field| field.name == language::TOKENS);
+    let seq_len = tokens_of.and_then(|field| field.dims.last().copied()).unwrap_or(1);
     let mut window = tokens[tokens.len().saturating_sub(seq_len)..].to_vec();
     let position = window.len().saturating_sub(1);
     // The values after the last token do not matter, because attention is causal. Sequence parallelism cuts the

@@ -478,6 +478,7 @@ fn every_word_that_has_landed_is_understood() {
                     ("memory.offload", word) if word != "none" => " --set memory.offload_dir=.",
                     ("training.reduce_dtype", "bf16") => " --set training.dtype=bf16",
                     ("training.reduce_dtype", "f16") => " --set training.dtype=f16",
+                    ("training.objective", "dpo") => " --set lora.rank=2",
                     _ => "",
                 };
                 let config = config(&format!("--set {name}={word}{more}"));

@@ -27,6 +27,7 @@ const STALE: &str = "parallelism.pp=2 pipeline.schedule=pipedream model.tie_embe
 const HALF: &str = "training.dtype=f16";
 const CUT: &str = "parallelism.pp=2 compress.activations=topk:0.5";
 const VALIDATES: &str = "validation.every=2";
+const PAIRS: &str = "training.objective=dpo lora.rank=4 data.path={dir}/pairs.jsonl";
 
 /// Of a key: with which other settings it is read, and the other value. `{dir}` is a folder of its own. Settings that
 /// go with the value follow it.
@@ -116,6 +117,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("training.verify", "", "1"),
     ("training.objective", "data.path={dir}/examples.jsonl", "sft"),
     ("training.patience", VALIDATES, "9"),
+    ("dpo.beta", PAIRS, "0.5"),
+    ("dpo.label_smoothing", PAIRS, "0.2"),
     ("training.check_replicas_every", "parallelism.dp=2", "1"),
     ("training.replay_every", "parallelism.dp=2 training.numerics=canonical", "1"),
     ("training.replay_mesh", "parallelism.dp=2 training.numerics=canonical training.replay_every=1", "tp=2"),
@@ -263,6 +266,11 @@ impl Folder {
         };
         let lines = (0..200).map(example).collect::<Vec<_>>().join("\n");
         fs::write(folder.path().join("examples.jsonl"), lines).expect("examples");
+        let pair = |at: usize| {
+            let [prompt, chosen, rejected] = [at, at * 3 + 1, at * 5 + 2].map(|at| at % 97);
+            serde_json::json!({"prompt": prompt.to_string(), "chosen": format!("a{chosen}"), "rejected": format!("b{rejected}")}).to_string()
+        };
+        fs::write(folder.path().join("pairs.jsonl"), (0..200).map(pair).collect::<Vec<_>>().join("\n")).expect("pairs");
         let words = "--set parallelism.pp=2 --set pipeline.num_microbatches=4 --set pipeline.schedule=gpipe";
         let gpipe = Config::from_args(&Args::parse(words.split_whitespace())).expect("gpipe").pipeline.build(2);
         let text = gpipe.expect("a schedule").to_string().replace("schedule: gpipe", "schedule: own");

@@ -264,6 +264,21 @@ fn packed_examples_have_every_value_of_the_cpu() {
     }
 }
 
+/// Pairs of answers, and the pass of the frozen model in front of each step.
+#[test]
+fn pairs_of_answers_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let folder = crate::sft::Folder::new(&crate::dpo::pairs(20));
+    let settings = folder.settings(&format!("{} model.kind=llama dpo.label_smoothing=0.1", crate::dpo::PAIRS));
+    let model: Vec<&str> = settings.iter().map(String::as_str).collect();
+    for mesh in ["dp=1", "dp=2,tp=2", "cp=2"] {
+        let shared = emulator(&kernels, 8);
+        let report = diff_of(&[&model[..], &["--set=model.dropout=0"]].concat(), mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{mesh}: {report}");
+    }
+}
+
 /// The logits of five of sixteen tokens at a time, of one or two ranks, in f32 and in 16 bits.
 #[test]
 fn a_loss_in_chunks_has_every_value_of_the_cpu() {

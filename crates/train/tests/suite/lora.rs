@@ -73,7 +73,7 @@ fn run(config: &Config, data: &Data) -> Vec<f64> {
 }
 
 /// All tensors of a file of safetensors, in f32.
-fn tensors(path: &Path) -> BTreeMap<String, Vec<f32>> {
+pub fn tensors(path: &Path) -> BTreeMap<String, Vec<f32>> {
     let bytes = std::fs::read(path).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let entries: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..header]).unwrap();

@@ -9,6 +9,7 @@ mod config;
 mod configurations;
 mod data;
 mod diff;
+mod dpo;
 mod effects;
 #[cfg(feature = "emulator")]
 mod emulated;

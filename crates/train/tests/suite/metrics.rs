@@ -26,6 +26,7 @@ fn step(loss: f64) -> Step {
         skipped: false,
         masked: false,
         moe: None,
+        dpo: None,
     }
 }
 
@@ -55,7 +56,7 @@ fn lines_are_those_of_the_contract() {
 
     lines(Event::Step(step(5.540000000000001)));
     lines(Event::Step(step(f64::NAN)));
-    lines(Event::Validation { step: 1, loss: 5.5, loss_uncompressed: None });
+    lines(Event::Validation { step: 1, loss: 5.5, loss_uncompressed: None, dpo: None });
     let text = lines(Event::End {
         steps: 1,
         loss: Some(5.25),
@@ -117,7 +118,8 @@ fn a_file_that_cannot_be_written_is_an_error() {
 #[cfg(target_os = "linux")]
 fn a_full_disk_is_an_error_of_the_line() {
     let mut metrics = Metrics::create(Path::new("/dev/full")).unwrap();
-    let error = metrics.write(&Event::Validation { step: 1, loss: 0.0, loss_uncompressed: None }).unwrap_err();
+    let error =
+        metrics.write(&Event::Validation { step: 1, loss: 0.0, loss_uncompressed: None, dpo: None }).unwrap_err();
     assert!(error.to_string().starts_with("cannot write metrics to /dev/full: No space left"), "{error}");
 }
 
@@ -136,7 +138,7 @@ fn a_file_that_is_continued_keeps_its_whole_lines() {
     ] {
         fs::write(&path, old).unwrap();
         let mut metrics = Metrics::append(&path).unwrap();
-        metrics.write(&Event::Validation { step: 3, loss: 2.0, loss_uncompressed: None }).unwrap();
+        metrics.write(&Event::Validation { step: 3, loss: 2.0, loss_uncompressed: None, dpo: None }).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), format!("{kept}{next}"), "after {old:?}");
     }
 }

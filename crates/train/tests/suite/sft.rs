@@ -39,7 +39,7 @@ impl Folder {
         Self { folder }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -53,12 +53,12 @@ impl Folder {
         words.into_iter().chain(more.split_whitespace()).map(|setting| format!("--set={setting}")).collect()
     }
 
-    fn load(&self, more: &str) -> (Config, Data) {
+    pub fn load(&self, more: &str) -> (Config, Data) {
         load(&Args::parse(self.settings(more))).unwrap_or_else(|error| panic!("{more}: {error}"))
     }
 
     /// The events of a run.
-    fn run(&self, more: &str) -> Vec<Value> {
+    pub fn run(&self, more: &str) -> Vec<Value> {
         let (config, data) = self.load(more);
         let metrics = self.path("metrics.jsonl");
         _ = fs::remove_file(&metrics);
@@ -68,18 +68,18 @@ impl Folder {
     }
 }
 
-fn events(metrics: &Path) -> Vec<Value> {
+pub fn events(metrics: &Path) -> Vec<Value> {
     let text = fs::read_to_string(metrics).expect("metrics");
     text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
 /// The loss and the norm of each step.
-fn numbers(events: &[Value]) -> Vec<(f64, f64)> {
+pub fn numbers(events: &[Value]) -> Vec<(f64, f64)> {
     let steps = events.iter().filter(|event| event["event"] == "step");
     steps.map(|step| (step["loss"].as_f64().unwrap(), step["grad_norm"].as_f64().unwrap())).collect()
 }
 
-fn losses(events: &[Value]) -> Vec<f64> {
+pub fn losses(events: &[Value]) -> Vec<f64> {
     numbers(events).into_iter().map(|(loss, _)| loss).collect()
 }
 

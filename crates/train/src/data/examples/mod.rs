@@ -5,6 +5,12 @@
 //! {"prompt": [..], "completion": [..]}     likewise, and only the assistant's messages of the completion are answers
 //! {"prompt": "..", "completion": ".."}     one behind the other; the completion is the answer
 //! ```
+//! Of a pair of answers, `chosen` and `rejected` stand in the place of the completion, and it becomes two texts:
+//!
+//! ```text
+//! {"prompt": .., "chosen": .., "rejected": ..}    texts, or lists of messages
+//! {"chosen": [..], "rejected": [..]}              conversations: the messages that both begin with are the prompt
+//! ```
 //! Only the tokens of answers are targets of the loss.
 
 mod answers;
@@ -22,6 +28,8 @@ use std::iter;
 #[derive(Debug)]
 pub(super) struct Examples {
     template: Option<Box<dyn Template>>,
+    /// Whether they are pairs of answers.
+    pairs: bool,
 }
 
 /// Why an object of JSON gives no text to learn.
@@ -34,30 +42,60 @@ pub(super) enum Wrong {
 }
 
 impl Examples {
-    /// Examples as `[data]` has them, with its chat template or that of its tokenizer's folder.
-    pub fn open(settings: &Settings) -> Result<Self, Fault> {
-        Ok(Self { template: template(settings)? })
+    /// Examples as `[data]` has them, or pairs of answers, with its chat template or that of its tokenizer's folder.
+    pub fn open(settings: &Settings, pairs: bool) -> Result<Self, Fault> {
+        Ok(Self { template: template(settings)?, pairs })
     }
 
-    /// The text of an example.
-    pub fn read(&self, value: Value) -> Result<DocumentPiece, Wrong> {
+    /// The text of an example; of a pair that of the chosen and that of the rejected answer, each behind the prompt.
+    pub fn read(&self, value: Value) -> Result<Vec<DocumentPiece>, Wrong> {
         let Value::Object(object) = value else { return Err(Wrong::Fields("is no object".to_owned())) };
+        if self.pairs { self.pair(&object) } else { Ok(vec![self.single(&object)?]) }
+    }
+
+    fn single(&self, object: &Map<String, Value>) -> Result<DocumentPiece, Wrong> {
         let field = |name: &str| object.get(name).filter(|value| !value.is_null());
         match [field("messages"), field("prompt"), field("completion")] {
-            [Some(Value::Array(messages)), None, None] => self.chat(messages, 0, &object),
+            [Some(Value::Array(messages)), None, None] => self.chat(messages, 0, object),
             [None, Some(Value::Array(prompt)), Some(Value::Array(completion))] => {
-                self.chat(&[&prompt[..], completion].concat(), prompt.len(), &object)
+                self.chat(&[&prompt[..], completion].concat(), prompt.len(), object)
             }
-            [None, Some(Value::String(prompt)), Some(Value::String(completion))] => {
-                let text = format!("{prompt}{completion}");
-                let spans = iter::once(prompt.len()..text.len()).collect();
-                Ok(DocumentPiece::example(text, Answers { spans, templated: false }))
+            [None, Some(Value::String(prompt)), Some(Value::String(completion))] => Ok(plain(prompt, completion)),
+            _ => {
+                let lacks = "has neither a list of messages, nor a prompt and a completion, both texts or both lists";
+                Err(lacking(lacks, object))
+            }
+        }
+    }
+
+    fn pair(&self, object: &Map<String, Value>) -> Result<Vec<DocumentPiece>, Wrong> {
+        let field = |name: &str| object.get(name).filter(|value| !value.is_null());
+        let [prompt, chosen, rejected] = ["prompt", "chosen", "rejected"].map(field);
+        if chosen.is_some() && chosen == rejected {
+            return Err(Wrong::Fields("has the same chosen and rejected answer".to_owned()));
+        }
+        let pieces = match (prompt, chosen, rejected) {
+            (Some(Value::String(prompt)), Some(Value::String(chosen)), Some(Value::String(rejected))) => {
+                [chosen, rejected].map(|answer| Ok(plain(prompt, answer)))
+            }
+            (Some(Value::Array(prompt)), Some(Value::Array(chosen)), Some(Value::Array(rejected))) => {
+                let chat = |answer: &[Value]| self.chat(&[&prompt[..], answer].concat(), prompt.len(), object);
+                [chosen, rejected].map(|answer| chat(answer))
+            }
+            (None, Some(Value::Array(chosen)), Some(Value::Array(rejected))) => {
+                let prompt = chosen.iter().zip(rejected).take_while(|(a, b)| a == b).count();
+                [chosen, rejected].map(|messages| self.chat(messages, prompt, object))
             }
             _ => {
-                let keys: Vec<String> = object.keys().take(8).map(|key| format!("{key:?}")).collect();
-                let lacks = "has neither a list of messages, nor a prompt and a completion, both texts or both lists";
-                Err(Wrong::Fields(format!("{lacks}; its keys are [{}]", keys.join(", "))))
+                let lacks = "has no chosen and rejected answer to a prompt, all texts or all lists of messages, and no \
+                             chosen and rejected conversation";
+                return Err(lacking(lacks, object));
             }
+        };
+        let pieces = pieces.into_iter().collect::<Result<Vec<_>, _>>()?;
+        match pieces.iter().any(|piece| piece.answers.iter().all(Answers::are_empty)) {
+            true => Err(Wrong::Fields("has a chosen or rejected answer without a text".to_owned())),
+            false => Ok(pieces),
         }
     }
 
@@ -73,6 +111,18 @@ impl Examples {
     pub fn notices(&self) -> Vec<String> {
         self.template.iter().flat_map(|template| template.notices()).collect()
     }
+}
+
+/// A prompt, and the answer behind it.
+fn plain(prompt: &str, answer: &str) -> DocumentPiece {
+    let text = format!("{prompt}{answer}");
+    let spans = iter::once(prompt.len()..text.len()).collect();
+    DocumentPiece::example(text, Answers { spans, templated: false })
+}
+
+fn lacking(lacks: &str, object: &Map<String, Value>) -> Wrong {
+    let keys: Vec<String> = object.keys().take(8).map(|key| format!("{key:?}")).collect();
+    Wrong::Fields(format!("{lacks}; its keys are [{}]", keys.join(", ")))
 }
 
 #[cfg(feature = "tokenizers")]

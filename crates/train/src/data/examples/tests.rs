@@ -37,9 +37,59 @@ impl Template for Plain {
 }
 
 fn read(template: Plain, value: Value) -> Result<(String, Vec<String>), Wrong> {
-    let piece = Examples { template: Some(Box::new(template)) }.read(value)?;
-    let answers = piece.answers.unwrap().spans.into_iter().map(|span| piece.text[span].to_owned()).collect();
-    Ok((piece.text, answers))
+    Ok(read_as(template, value, false)?.remove(0))
+}
+
+/// The texts of an example, and their answers.
+fn read_as(template: Plain, value: Value, pairs: bool) -> Result<Vec<(String, Vec<String>)>, Wrong> {
+    let pieces = Examples { template: Some(Box::new(template)), pairs }.read(value)?.into_iter();
+    let read = pieces.map(|piece| {
+        let answers = piece.answers.unwrap().spans.into_iter().map(|span| piece.text[span].to_owned()).collect();
+        (piece.text, answers)
+    });
+    Ok(read.collect())
+}
+
+#[test]
+fn a_pair_becomes_two_texts_with_one_prompt() {
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    let (prompt, yes, no) = (turn("user", "one?"), turn("assistant", "YES"), turn("assistant", "NO"));
+    let own = |text: &str, answer: &str| (text.to_owned(), vec![answer.to_owned()]);
+    let pair = [own("^user: one?.assistant: YES.", "YES."), own("^user: one?.assistant: NO.", "NO.")];
+    for marks in [false, true] {
+        for lines in [
+            json!({"prompt": [prompt], "chosen": [yes], "rejected": [no]}),
+            json!({"chosen": [prompt, yes], "rejected": [prompt, no], "prompt": null}),
+        ] {
+            assert_eq!(read_as(Plain { marks, forgets: false }, lines, true).unwrap(), pair);
+        }
+    }
+    // An answer that both conversations have is none of either.
+    let both = [prompt.clone(), yes.clone(), turn("user", "two?")];
+    let conversation = |last: &Value| [&both[..], std::slice::from_ref(last)].concat();
+    let lines = json!({"chosen": conversation(&yes), "rejected": conversation(&no)});
+    let read = read_as(Plain { marks: true, forgets: false }, lines, true).unwrap();
+    assert_eq!(read.into_iter().map(|(_, answers)| answers).collect::<Vec<_>>(), [["YES."], ["NO."]]);
+    let texts = json!({"prompt": "q", "chosen": "yes", "rejected": "no"});
+    let read = read_as(Plain { marks: false, forgets: false }, texts, true).unwrap();
+    assert_eq!(read, [own("qyes", "yes"), own("qno", "no")]);
+}
+
+#[test]
+fn what_is_no_pair_is_refused() {
+    for (value, told) in [
+        (json!({"prompt": "q", "chosen": "yes"}), "has no chosen and rejected answer to a prompt"),
+        (json!({"prompt": "q", "completion": "yes"}), "; its keys are ["),
+        (json!({"prompt": "q", "chosen": "yes", "rejected": ["no"]}), "all texts or all lists of messages"),
+        (json!({"chosen": "yes", "rejected": "no"}), "all texts or all lists of messages"),
+        (json!({"prompt": "q", "chosen": "yes", "rejected": "yes"}), "has the same chosen and rejected answer"),
+        (json!({"prompt": "q", "chosen": "yes", "rejected": ""}), "has a chosen or rejected answer without a text"),
+    ] {
+        let Err(Wrong::Fields(refused)) = read_as(Plain { marks: false, forgets: false }, value.clone(), true) else {
+            panic!("{value} is taken");
+        };
+        assert!(refused.contains(told), "{value}: {refused}");
+    }
 }
 
 fn chat() -> Vec<Value> {
@@ -92,11 +142,11 @@ fn what_is_no_example_says_what_it_has() {
         (json!({"messages": [], "prompt": "a", "completion": "b"}), "has neither"),
         (json!("a"), "is no object"),
     ] {
-        let wrong = Examples { template: None }.read(value.clone()).unwrap_err();
+        let wrong = Examples { template: None, pairs: false }.read(value.clone()).unwrap_err();
         let Wrong::Fields(problem) = &wrong else { panic!("{wrong:?}") };
         assert!(problem.starts_with(told), "{value}: {problem}");
     }
-    let wrong = Examples { template: None }.read(json!({"messages": chat()})).unwrap_err();
+    let wrong = Examples { template: None, pairs: false }.read(json!({"messages": chat()})).unwrap_err();
     let Wrong::Template(problem) = wrong else { panic!("{wrong:?}") };
     assert!(problem.starts_with("there is none"), "{problem}");
     let tool = json!({"messages": [{"role": "tool", "content": "4"}]});

@@ -15,6 +15,8 @@ use meshwork_train::config::keys::{self, Key, ValueKind};
 
 /// Tokens of the `.bin` file, and characters of the text.
 pub const TOKENS: usize = 1200;
+/// Examples of the file of them, and pairs.
+pub const EXAMPLES: usize = 300;
 /// One more than the largest id of the `.bin` file, and of the one for models from a folder.
 pub const IDS: usize = 61;
 pub const FEW_IDS: usize = 29;
@@ -145,6 +147,15 @@ pub fn folder() -> &'static PathBuf {
         let (first, second) = text.split_at(TOKENS / 2);
         let line = |letters: &[u8]| format!("{{\"text\": \"{}\"}}\n", String::from_utf8_lossy(letters));
         let lines: String = text.as_bytes().chunks(13).map(line).collect();
+        // Of 3 to 7 letters, so that they fit into each sequence; the two answers of a pair differ.
+        let letters = |at: usize, most: usize| "abcdef"[at % 3..at % 3 + 1 + at % most].to_owned();
+        let example =
+            |at: usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", letters(at, 3), letters(at / 2, 4));
+        let pair = |at: usize| {
+            let (prompt, one, other) = (letters(at, 3), letters(at / 2, 3), letters(at / 3, 2));
+            format!("{{\"prompt\": \"{prompt}\", \"chosen\": \"{one}\", \"rejected\": \"x{other}\"}}\n")
+        };
+        let [examples, pairs]: [String; 2] = [(0..EXAMPLES).map(example).collect(), (0..EXAMPLES).map(pair).collect()];
         // Documents of 10 tokens, as Megatron's preprocess_data.py writes them.
         let documents = TOKENS as i64 / 10;
         let mut index = b"MMIDIDX\0\0\x01\0\0\0\0\0\0\0\x08".to_vec();
@@ -159,6 +170,8 @@ pub fn folder() -> &'static PathBuf {
             ("texts/a.md", first.as_bytes()),
             ("texts/b.txt", second.as_bytes()),
             ("lines.jsonl", lines.as_bytes()),
+            ("examples.jsonl", examples.as_bytes()),
+            ("pairs.jsonl", pairs.as_bytes()),
             ("indexed.bin", &tokens[..]),
             ("indexed.idx", &index[..]),
         ] {
@@ -254,7 +267,38 @@ impl Case {
                 case.keys.insert("parallelism.context_parallel_method".to_owned(), "ring".to_owned());
             }
         }
+        if frame.pretrained.is_none() && rarely(&mut own, 6) {
+            let pairs = frame.experts == 0 && !frame.lossy && !frame.asynchronous();
+            case.draw_examples(&mut own, pairs);
+        }
         case
+    }
+
+    /// Examples in the place of other data, or pairs of answers for a model with adapters; rarely where the rest does
+    /// not go with `pairs`.
+    fn draw_examples(&mut self, rng: &mut Rng, pairs: bool) {
+        let pairs = if pairs { !rarely(rng, 4) } else { rarely(rng, 16) };
+        let (objective, file) = if pairs { ("dpo", "pairs.jsonl") } else { ("sft", "examples.jsonl") };
+        let mut set = |key: &str, value: String| _ = self.keys.insert(key.to_owned(), value);
+        set("training.objective", objective.to_owned());
+        // Rarely a text, or examples of the other kind.
+        set("data.path", path(if rarely(rng, 20) { rng.pick(&["text.txt", "examples.jsonl"]) } else { file }));
+        set("model.vocab_size", rng.pick(&["256", "300"]).to_owned());
+        if objective == "dpo" && !rarely(rng, 10) {
+            set("lora.rank", "2".to_owned());
+        }
+        for (key, value) in
+            [("dpo.beta", one_of(rng, &["0.1", "2"])), ("dpo.label_smoothing", one_of(rng, &["0", "0.2", "0.5"]))]
+        {
+            value.filter(|value| value != "0.5" || rarely(rng, 6)).into_iter().for_each(|value| set(key, value));
+        }
+        let often = ["data.sources", "data.format", "data.documents", "data.skip_bad_lines"];
+        for key in often.into_iter().filter(|_| !rarely(rng, 12)) {
+            self.keys.remove(key);
+        }
+        if self.get("lora.rank").is_some() && !rarely(rng, 8) {
+            self.keys.remove("model.freeze");
+        }
     }
 
     /// The value of a key, if it is given.
@@ -486,7 +530,7 @@ impl Frame {
                 (_, 1..20) => some(&rng.pick(&["norm", "layers.0", "layers.0, norm"])),
                 _ => None,
             },
-            _ if name.starts_with("lora.") => None, // drawn at the end
+            _ if name.starts_with("lora.") || name.starts_with("dpo.") => None, // drawn at the end
             "parallelism.dp" => Self::degree(rng, self.dp),
             "parallelism.tp" => Self::degree(rng, self.tp),
             "parallelism.pp" => Self::degree(rng, self.pp),
@@ -613,8 +657,7 @@ impl Frame {
                 _ => rarely(rng, 8).then(|| "false".to_owned()),
             },
             "pipeline.scatter_gather" => one_of(rng, &["true", "false"]),
-            // sft.rs has runs on examples; what is for them alone changes nothing here.
-            "training.objective" => one_of(rng, &["pretrain"]),
+            "training.objective" => one_of(rng, &["pretrain"]), // the others are drawn at the end
             "data.chat_template" => rarely(rng, 20).then(|| path("chat.jinja")),
             "data.date" => one_of(rng, &["2026-01-31"]),
             "data.overlong" => one_of(rng, &["truncate", "skip"]),

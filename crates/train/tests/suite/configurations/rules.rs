@@ -4,7 +4,7 @@
 
 use meshwork_pipeline::Generator;
 
-use crate::configurations::draw::{Case, FEW_IDS, IDS, TOKENS};
+use crate::configurations::draw::{Case, EXAMPLES, FEW_IDS, IDS, TOKENS};
 
 /// The rules that a configuration breaks.
 pub fn broken(case: &Case) -> Vec<String> {
@@ -81,6 +81,15 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let no_model = |key| case.get(key).is_some_and(|path| path.ends_with("texts"));
     rule(no_model("model.init_from") || no_model("model.config"), "no model in the folder");
     rule(matches!(case.get("model.freeze"), Some("layer.0" | "layers.99")), "no such part to freeze");
+    let smooth = case.get("dpo.label_smoothing") == Some("0.5");
+    if case.get("training.objective") == Some("dpo") {
+        rule(case.get("lora.rank").is_none(), "no frozen model to compare with");
+        rule(count(case, "moe.num_experts", 0) > 0, "losses of routers are of one answer");
+        rule(smooth, "half of the pairs the wrong way round");
+        rule(own(case).is_none() && !generator(case).is_synchronous(), "no empty pipeline for the frozen model");
+        let compressed = |key| case.get(key).is_some_and(|scheme| scheme != "none");
+        rule(compressed("compress.activations") || compressed("compress.activation_gradients"), "rows are samples");
+    }
     if let Some(rank) = case.get("lora.rank") {
         rule(rank == "999", "a rank above all matrices");
         rule(case.get("lora.targets") == Some("nothing"), "no layer of that name");
@@ -448,6 +457,13 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(id.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id ends a text");
     let begins: Option<usize> = case.get("data.beginning_of_text").and_then(|id| id.parse().ok());
     rule(begins.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id begins a text");
+    let objective = case.get("training.objective").unwrap_or("pretrain");
+    if objective != "pretrain" {
+        let wanted = if objective == "sft" { "examples.jsonl" } else { "pairs.jsonl" };
+        rule(!named(wanted), "no such examples");
+        rule(case.get("data.format") == Some("text"), "a text has no examples");
+        rule(objective == "sft" && documents.is_some_and(|rule| rule != "attention"), "examples see each other");
+    }
     let tokens = binary && !indexed || sources.is_some();
     let known =
         id.is_some() || case.get("data.tokenizer") == Some("gpt2") && case.get("data.end_of_text") != Some("\"none\"");
@@ -474,7 +490,11 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     if case.read("validation.every").unwrap_or(0) > 0 && (case.get("data.path").is_some() || sources.is_some()) {
         let fraction = case.read("validation.fraction").unwrap_or(0.05);
         let held_out = (TOKENS as f64 * fraction) as usize;
-        rule(fraction > 0.0 && held_out <= count(case, "model.seq_len", 0), "too little is held out");
+        let too_little = match objective {
+            "pretrain" => held_out <= count(case, "model.seq_len", 0),
+            _ => EXAMPLES as f64 * fraction < 1.0,
+        };
+        rule(fraction > 0.0 && too_little, "too little is held out");
     }
 }
 

@@ -144,7 +144,11 @@ pub fn same(config: &Config) -> Same {
 
 /// The first targets of a sample masked, a number of them that differs from sample to sample.
 pub fn masked(case: &Case, data: Data, seq_len: usize) -> Data {
-    data.masked(|at| case.masked && at % seq_len < at / seq_len % 5)
+    // Of examples, prompts are masked already.
+    match case.get("training.objective") {
+        None | Some("pretrain") => data.masked(|at| case.masked && at % seq_len < at / seq_len % 5),
+        Some(_) => data,
+    }
 }
 
 /// Trains on a mesh of threads; every rank must report the same.

@@ -32,8 +32,8 @@ fn templates_write_what_transformers_writes() {
         assert_eq!(without_marks(false), case["text"], "{what}");
         assert_eq!(without_marks(true), case["begins"], "{what}");
         let Some(assistant) = case.get("assistant") else { continue };
-        let examples = Examples { template: Some(Box::new(template)) };
-        let piece = examples.read(json!({"messages": messages, "tools": tools})).unwrap();
+        let examples = Examples { template: Some(Box::new(template)), pairs: false };
+        let piece = examples.read(json!({"messages": messages, "tools": tools})).unwrap().remove(0);
         let tokens = tokenizer.encode_piece(&piece).unwrap();
         assert_eq!(json!(tokens.ids), case["ids"], "{what}");
         let learnt: Vec<u8> = tokens.masked.iter().map(|&masked| u8::from(!masked)).collect();
@@ -50,8 +50,8 @@ fn prefixes_find_the_answers_that_a_template_marks() {
     let mut compared = 0;
     for case in all["cases"].as_array().unwrap().iter().filter(|case| case["template"] == "marked turns") {
         let answers = |source: &str| {
-            let examples = Examples { template: Some(Box::new(jinja(source, &all["tokens"]))) };
-            let piece = examples.read(json!({"messages": case["messages"]})).unwrap();
+            let examples = Examples { template: Some(Box::new(jinja(source, &all["tokens"]))), pairs: false };
+            let piece = examples.read(json!({"messages": case["messages"]})).unwrap().remove(0);
             let spans = piece.answers.unwrap().spans;
             spans.into_iter().map(|span| piece.text[span].to_owned()).collect::<Vec<_>>()
         };
@@ -68,7 +68,7 @@ fn a_template_that_leaves_thoughts_out_is_refused_without_marks() {
     let all = fixtures();
     let source = all["templates"]["thoughts"].as_str().unwrap();
     let bare = source.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "");
-    let examples = Examples { template: Some(Box::new(jinja(&bare, &all["tokens"]))) };
+    let examples = Examples { template: Some(Box::new(jinja(&bare, &all["tokens"]))), pairs: false };
     let case = all["cases"].as_array().unwrap().iter().find(|case| case["what"] == "thoughts").unwrap();
     let wrong = examples.read(json!({"messages": case["messages"]})).unwrap_err();
     let Wrong::Template(problem) = wrong else { panic!("{wrong:?}") };
