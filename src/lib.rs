@@ -21,6 +21,7 @@ pub use meshwork_tensor as tensor;
 pub use meshwork_tensor_parallel as tensor_parallel;
 #[cfg(feature = "testkit")]
 pub use meshwork_testkit as testkit;
+#[cfg(feature = "train")]
 pub use meshwork_train as train;
 
 /// The programs in the guides.
@@ -33,6 +34,8 @@ mod guides {
     #[cfg(feature = "diff")]
     #[doc = include_str!("../docs/mesh_diff.md")]
     mod mesh_diff {}
+    #[doc = include_str!("../docs/operations.md")]
+    mod operations {}
     #[doc = include_str!("../docs/partition.md")]
     mod partition {}
     #[doc = include_str!("../docs/profile.md")]
@@ -52,6 +55,8 @@ pub mod prelude {
         Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var,
     };
     pub use meshwork_tensor_parallel::Region;
+    #[cfg(feature = "train")]
     pub use meshwork_train::Data;
+    #[cfg(feature = "train")]
     pub use meshwork_train::config::{Args, Config};
 }

@@ -1,9 +1,9 @@
 // Functions of one and of two numbers, their derivatives, and the rectifier (crates/tensor/src/kernel/elementwise.rs).
 //
-//   out = f(x);  dx = dy f'(x);  out[i, j] = g(x[i, j], y[j])
+//   out = f(x);  dx = dy f'(x);  out[o, e, i] = g(x[o, e, i], y[o, i])
 //   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
 //
-// Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
+// Shapes    x, out, dy, dx [outer, extent, inner]; y [outer, inner]; above [(count + 7) / 8].
 // Geometry  one thread per 16 bytes of each tensor (neighbours.cuh); for relu one thread per 8 neighbouring elements,
 //           so that no two threads write one byte.
 // Bytes     4 read and 4 written per element, 4 more read with dy, or with a y as long as x; the bits of relu 1/8.
@@ -53,6 +53,14 @@ DEVICE float normal(float x) {
     p = fmaf(p, of, 0.2548296f);
     float tail = p * of * exp_bits(-z * z) * 0.5f;
     return x > 0.0f ? 1.0f - tail : tail;
+}
+
+// ln x, also of numbers that are subnormal; minus infinity of 0, NaN below it.
+DEVICE float log_bits(float x) {
+    bool small = x < 1.17549435e-38f;
+    float ln = ln_bits(small ? x * 16777216.0f : x) - (small ? static_cast<float>(16.635532333438686) : 0.0f);
+    float outside = x == 0.0f ? -INFINITE : __uint_as_float(0x7fc00000u);
+    return x > 0.0f ? ln : outside;
 }
 
 KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
@@ -128,16 +136,52 @@ KERNEL soft_cap_backward(const float* dy, const float* x, float* dx, i64 count, 
     join_vectors<FOUR>(dy, x, dx, count, [=](float dy, float x) { return dy * tanh_derivative(x / cap); });
 }
 
-KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 n) {
-    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x - y; });
+KERNEL log_forward(const float* x, float* out, i64 count) {
+    map_vectors<FOUR>(x, out, count, [=](float x) { return log_bits(x); });
 }
 
-KERNEL zip_mul(const float* x, const float* y, float* out, i64 count, i64 n) {
-    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x * y; });
+KERNEL log_backward(const float* dy, const float* x, float* dx, i64 count) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) { return dy * (1.0f / x); });
 }
 
-KERNEL zip_div(const float* x, const float* y, float* out, i64 count, i64 n) {
-    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x / y; });
+KERNEL sqrt_forward(const float* x, float* out, i64 count) {
+    map_vectors<FOUR>(x, out, count, [=](float x) { return sqrtf(x); });
+}
+
+KERNEL sqrt_backward(const float* dy, const float* x, float* dx, i64 count) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) { return dy * (0.5f / sqrtf(x)); });
+}
+
+KERNEL zip_add(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return x + y; });
+}
+
+KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return x - y; });
+}
+
+KERNEL zip_mul(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return x * y; });
+}
+
+KERNEL zip_div(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return x / y; });
+}
+
+KERNEL zip_keep(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return y == 0.0f ? 0.0f : x; });
+}
+
+KERNEL zip_drop(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return y == 0.0f ? x : 0.0f; });
+}
+
+KERNEL zip_second(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float, float y) { return y; });
+}
+
+KERNEL zip_greater(const float* x, const float* y, float* out, i64 count, i64 extent, i64 inner) {
+    join_vectors<FOUR>(x, repeated(y, extent, inner), out, count, [](float x, float y) { return x > y ? 1.0f : 0.0f; });
 }
 
 KERNEL relu_forward(const float* x, float* out, u8* above, i64 count) {

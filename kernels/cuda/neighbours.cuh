@@ -59,6 +59,14 @@ template <class Row> DEVICE Beside<Row> beside(Row row, i64 n) { return {row, n}
 
 template <int N, class Row> DEVICE auto load_vector(const Beside<Row>& x, i64 at, i64) { return load_around<N>(x.row, at % x.n, x.n); }
 
+// [outer, inner], repeated over the middle dim of a tensor [outer, extent, inner].
+template <class Rows> struct Repeated {
+    Rows rows;
+    i64 extent, inner;
+};
+
+template <class Rows> DEVICE Repeated<Rows> repeated(Rows rows, i64 extent, i64 inner) { return {rows, extent, inner}; }
+
 // The N neighbours of a thread in one of `rows` rows of n elements: they never cross into the next row, and the last
 // group of a row may be smaller.
 struct RowPlace {
@@ -100,6 +108,10 @@ template <int N, class X, class Source> DEVICE auto load_rows(const X& x, i64 at
         }
     }
     return vector;
+}
+
+template <int N, class Rows> DEVICE auto load_vector(const Repeated<Rows>& x, i64 at, i64 count) {
+    return load_rows<N>(x.rows, at, count, x.inner, [&](i64 row) { return row / x.extent; });
 }
 
 // out = f(x).

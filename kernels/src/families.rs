@@ -24,7 +24,7 @@ sources! {
 
 sources! {
     SOURCES of ".cu", "The files of kernels, one family each.";
-    layer_norm rms_norm bias elementwise reduction windows gelu swiglu optimizer grad_norm exact_squares product casts
+    layer_norm rms_norm bias elementwise reduction indexing windows gelu swiglu optimizer grad_norm exact_squares product casts
     copies reduce_ranks dropout rotary embedding cross_entropy attention_forward attention_backward flash_forward
     flash_backward flash_maps flash_forward_sm90 flash_backward_sm90 routing permutation grouped grouped_tensor
     documents squared_error channel_norm measures lamb adafactor muon adam8bit codecs sparse feedback
@@ -198,9 +198,26 @@ kernels! {
     exact_gelu_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
     soft_cap_forward(In F32 x, Out F32 out, Value I64 count, Value F32 cap) in elementwise, FOURS_OF_F32;
     soft_cap_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count, Value F32 cap) in elementwise, FOURS_OF_F32;
-    zip_sub(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n) in elementwise, FOURS_OF_F32;
-    zip_mul(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n) in elementwise, FOURS_OF_F32;
-    zip_div(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n) in elementwise, FOURS_OF_F32;
+    log_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;
+    log_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
+    sqrt_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;
+    sqrt_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
+    zip_add(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_sub(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_mul(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_div(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_keep(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_drop(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_second(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+    zip_greater(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
+        Divisor I64 inner) in elementwise, FOURS_OF_F32;
     relu_forward(In F32 x, Out F32 out, Out U8 above, Value I64 count) in elementwise, BYTES;
     relu_backward(In F32 dy, In U8 above, Out F32 dx, Value I64 count) in elementwise, BYTES;
     sum_dim(In F32 x, Out F32 out, Value I64 count, Divisor I64 outer, Value I64 extent, Divisor I64 inner,
@@ -209,6 +226,11 @@ kernels! {
         Value F32 scale) in reduction, FOURS_OF_F32;
     softmax_forward(In F32 x, Out F32 y, Value I64 rows, Value I64 n) in reduction, Geometry::Rows;
     softmax_backward(In F32 dy, In F32 y, Out F32 dx, Value I64 rows, Value I64 n) in reduction, Geometry::Rows;
+    argmax_dim(In F32 x, Out I32 out, Value I64 count, Value I64 extent, Divisor I64 inner) in indexing, ELEMENTS;
+    pick_forward(In F32 x, In I32 index, Out F32 out, Value I64 count, Value I64 extent, Divisor I64 inner,
+        Divisor I64 taken, Value I32 each) in indexing, ELEMENTS;
+    pick_backward(In F32 dy, In I32 index, Out F32 dx, Value I64 count, Divisor I64 extent, Divisor I64 inner,
+        Value I64 taken, Value I32 each) in indexing, ELEMENTS;
     patches_forward(In F32 x, Out F32 out, Value I64 count, Value I64 height, Value I64 width, Divisor I64 channels,
         Divisor I64 rows, Divisor I64 columns, Divisor I64 down, Divisor I64 across, Value I64 stride,
         Value I64 padding) in windows, ELEMENTS;

@@ -9,7 +9,7 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_cpu::Cpu;
 use meshwork_optim::{AdamW, Rule, Update};
-use meshwork_tensor::kernel::{DropoutMask, FlatParts, TableGrad, VocabShard};
+use meshwork_tensor::kernel::{DropoutMask, FlatParts, Map, Picks, TableGrad, VocabShard, Zip};
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Error, random};
 use std::slice::from_ref;
@@ -77,6 +77,10 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     let mut zeroed = Buffer::zeros(DType::F32, weights);
     let mut dtable = Buffer::zeros(DType::F32, vocab * hidden);
 
+    let zip = |y: &Buffer, shape| device.elementwise()?.zip(Zip::Mul, &x_narrow, y, shape).map(drop);
+    let order = Buffer::from_vec((0..tokens).rev().map(|token| token as i32).collect::<Vec<_>>());
+    let picks = Picks { outer: 1, extent: tokens, inner: hidden, count: tokens, each: false };
+
     // Name, elements, bytes of each, and the work.
     type Work<'a> = Box<dyn FnMut() -> Result<(), Error> + Send + 'a>;
     let works: Vec<(&str, usize, usize, Work<'_>)> = vec![
@@ -101,6 +105,13 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
         ("swiglu", wide / 2, 12, Box::new(|| device.pointwise()?.swiglu(&x, DType::F32).map(drop))),
         ("swiglu_grad", wide / 2, 20, Box::new(|| device.pointwise()?.swiglu_grad(&still, &mut pairs))),
         ("dropout", count, 8, Box::new(|| device.pointwise()?.dropout(&x_narrow, &mask).map(drop))),
+        ("log", count, 8, Box::new(|| device.elementwise()?.map(Map::Log, &x_narrow).map(drop))),
+        ("mul", count, 12, Box::new(|| zip(&dy_narrow, [1, 1, count]))),
+        ("mul by a row", count, 8, Box::new(|| zip(&narrow, [1, tokens, hidden]))),
+        ("mul by a number a row", count, 8, Box::new(|| zip(&rstd, [tokens, hidden, 1]))),
+        ("argmax of rows", count, 4, Box::new(|| device.indexing()?.argmax(&x_narrow, [tokens, hidden, 1]).map(drop))),
+        ("index_select", count, 8, Box::new(|| device.indexing()?.pick(&x_narrow, &order, picks).map(drop))),
+        ("index_select_grad", count, 8, Box::new(|| device.indexing()?.pick_grad(&x_narrow, &order, picks).map(drop))),
         (
             "layer_norm",
             count,

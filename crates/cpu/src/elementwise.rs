@@ -16,14 +16,25 @@ impl Elementwise for Cpu {
         })
     }
 
-    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer, [outer, extent, inner]: [usize; 3]) -> Result<Buffer> {
         for_float!(self, "zip", x, T => {
-            // Pieces of both, or rows of y.
-            if x.count() == y.count() {
-                return self.elements::<T, 2>([x, y], 1, |_, [x, y], out| elementwise::zip(f, x, y, out));
+            // Pieces of both.
+            if extent == 1 {
+                return self.elements::<T, 2>([x, y], 1, |_, [x, y], out| elementwise::zip(f, x, y, [1, out.len()], out));
             }
-            let y = y.as_slice::<T>()?;
-            self.elements([x], y.len(), |_, [x], out| elementwise::zip(f, x, y, out))
+            // Pieces of x, all with the same y.
+            if outer == 1 {
+                let y = y.as_slice::<T>()?;
+                let rows = |len: usize| [len / inner.max(1), inner];
+                return self.elements([x], inner, |_, [x], out| elementwise::zip(f, x, y, rows(out.len()), out));
+            }
+            let (x, y, slab) = (x.as_slice::<T>()?, y.as_slice::<T>()?, extent * inner);
+            let slabs = row_piece(slab) / slab.max(1);
+            self.output::<T>(x.len(), |out| {
+                let [of_x, of_y] = [slabs * slab, slabs * inner].map(|piece| piece.max(1));
+                let pieces = out.chunks_mut(of_x).zip(x.chunks(of_x)).zip(y.chunks(of_y));
+                for_each(pieces, |((out, x), y)| elementwise::zip(f, x, y, [extent, inner], out));
+            })
         })
     }
 

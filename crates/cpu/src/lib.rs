@@ -8,6 +8,7 @@ mod compression;
 mod elementwise;
 mod embedding;
 mod grouped;
+mod indexing;
 pub mod kernels;
 mod layout;
 mod loss;

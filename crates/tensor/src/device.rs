@@ -26,6 +26,8 @@ macro_rules! families {
             elementwise: Elementwise, "elementwise";
             /// Sums over a dim, softmax, squared errors.
             reduction: Reduction, "reduction";
+            /// Elements chosen along a dim by integers.
+            indexing: Indexing, "indexing";
             /// Layer norm.
             norm: Norm, "norm";
             /// Norms over channels: batch and group norm.

@@ -1,8 +1,9 @@
-//! Functions of one and of two numbers, the rectifier, sums over a dim and softmax, bit by bit against the CPU.
+//! Functions of one and of two numbers, the rectifier, chosen elements, sums over a dim and softmax, bit by bit against
+//! the CPU.
 
 use crate::{assert_bits, launch, values};
-use meshwork_cpu::kernels::{elementwise, reduction, relu};
-use meshwork_tensor::kernel::{Map, Zip};
+use meshwork_cpu::kernels::{elementwise, indexing, reduction, relu};
+use meshwork_tensor::kernel::{Map, Picks, Zip};
 
 /// Ordinary values and the ends of the range, NaN last.
 fn awkward(name: &str, count: usize) -> Vec<f32> {
@@ -26,6 +27,73 @@ fn sums_and_multiples_of_f64_are_those_of_the_cpu() {
     assert_eq!(got, a.iter().zip(&b).map(|(a, b)| a + b).collect::<Vec<_>>());
 }
 
+const ZIPS: [(Zip, &str); 8] = [
+    (Zip::Add, "zip_add"),
+    (Zip::Sub, "zip_sub"),
+    (Zip::Mul, "zip_mul"),
+    (Zip::Div, "zip_div"),
+    (Zip::Keep, "zip_keep"),
+    (Zip::Drop, "zip_drop"),
+    (Zip::Second, "zip_second"),
+    (Zip::Greater, "zip_greater"),
+];
+
+/// Repeated over a dim inside of x.
+#[test]
+fn what_is_repeated_is_that_of_the_cpu() {
+    for [outer, extent, inner] in [[3, 5, 7], [4, 3, 1], [2, 1, 9], [5, 2, 4]] {
+        let count = outer * extent * inner;
+        let (x, y, mut got, mut want) =
+            (values("x", count), values("y", outer * inner), vec![f32::NAN; count], vec![0.0; count]);
+        for (f, kernel) in ZIPS {
+            if !launch!(kernel, [count, 0], &x, &y, &mut got, count, extent, inner) {
+                return;
+            }
+            elementwise::zip(f, &x, &y, [extent, inner], &mut want);
+            assert_bits(kernel, &got, &want);
+        }
+    }
+}
+
+#[test]
+fn chosen_elements_are_those_of_the_cpu() {
+    for [outer, extent, inner] in [[1, 1, 1], [3, 50, 7], [5, 33, 1]] {
+        let (count, mut x) = (outer * inner, values("x", outer * extent * inner));
+        x.iter_mut().for_each(|x| *x = x.round());
+        x[outer * extent * inner / 2] = f32::NAN;
+        let (mut got, mut want) = (vec![-1_i32; count], vec![-1_i32; count]);
+        if !launch!("argmax_dim", [count, 0], &x, &mut got, count, extent, inner) {
+            return;
+        }
+        indexing::argmax(&x, extent, inner, &mut want);
+        assert_eq!(got, want);
+        let some = Picks { outer, extent, inner, count: 6, each: false };
+        let index: Vec<i32> = (0..6).map(|i| (i * 17 % extent) as i32).collect();
+        for (picks, index) in [(Picks { count: 1, each: true, ..some }, &want), (some, &index)] {
+            let (dy, each) = (values("dy", picks.taken()), i32::from(picks.each));
+            let (mut got, mut want) = (vec![f32::NAN; picks.taken()], vec![0.0; picks.taken()]);
+            launch!(
+                "pick_forward",
+                [got.len(), 0],
+                &x,
+                index,
+                &mut got,
+                picks.taken(),
+                extent,
+                inner,
+                picks.count,
+                each
+            );
+            indexing::pick(&x, index, picks, 0, &mut want);
+            assert_bits("pick", &got, &want);
+            let (mut got, mut want) = (vec![f32::NAN; x.len()], vec![0.0; x.len()]);
+            launch!("pick_backward", [x.len(), 0], &dy, index, &mut got, x.len(), extent, inner, picks.count, each);
+            indexing::pick_backward(&dy, index, picks, 0, &mut want);
+            assert_bits("gradient of pick", &got, &want);
+        }
+    }
+}
+
 #[test]
 fn functions_are_those_of_the_cpu() {
     for [rows, n] in [[1, 1], [1, 15], [7, 33], [3, 1001]] {
@@ -43,6 +111,8 @@ fn functions_are_those_of_the_cpu() {
             (Map::Sigmoid, "sigmoid_forward", "sigmoid_backward"),
             (Map::Silu, "silu_forward", "silu_backward"),
             (Map::Gelu, "exact_gelu_forward", "exact_gelu_backward"),
+            (Map::Log, "log_forward", "log_backward"),
+            (Map::Sqrt, "sqrt_forward", "sqrt_backward"),
         ] {
             launch!(forward, [count, 0], &x, &mut got, count);
             elementwise::map(f, &x, &mut want);
@@ -58,10 +128,12 @@ fn functions_are_those_of_the_cpu() {
         launch!("soft_cap_backward", [count, 0], &dy, &x, &mut got, count, 1.5_f32);
         elementwise::map_backward(cap, &x, &dy, &mut want);
         assert_bits("gradient of soft_cap", &got, &want);
-        for (f, kernel) in [(Zip::Sub, "zip_sub"), (Zip::Mul, "zip_mul"), (Zip::Div, "zip_div")] {
-            for y in [&y, &row] {
-                launch!(kernel, [count, 0], &x, y, &mut got, count, y.len());
-                elementwise::zip(f, &x, y, &mut want);
+        let masks: Vec<f32> = y.iter().enumerate().map(|(i, &y)| if i % 3 == 0 { 0.0 } else { y }).collect();
+        let column = masks[..rows].to_vec();
+        for (f, kernel) in ZIPS {
+            for (y, [extent, inner]) in [(&masks, [1, count]), (&row, [rows, n]), (&column, [n, 1])] {
+                launch!(kernel, [count, 0], &x, y, &mut got, count, extent, inner);
+                elementwise::zip(f, &x, y, [extent, inner], &mut want);
                 assert_bits(kernel, &got, &want);
             }
         }

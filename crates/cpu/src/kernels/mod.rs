@@ -37,6 +37,7 @@ pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 pub mod gelu;
+pub mod indexing;
 pub mod loss;
 pub mod matmul;
 pub mod norm;

@@ -74,14 +74,52 @@ fn the_ends_of_the_range() {
 #[test]
 fn two_numbers_at_a_time_over_rows() {
     let (x, y): (Vec<f32>, Vec<f32>) = (values("x", 60), values("y", 12));
-    for (f, definition) in
-        [(Zip::Sub, (|x, y| x - y) as fn(f32, f32) -> f32), (Zip::Mul, |x, y| x * y), (Zip::Div, |x, y| x / y)]
-    {
-        for n in [12, 60] {
-            let y: Vec<f32> = y.iter().cycle().take(n).copied().collect();
-            let mut out = vec![9.0; 60];
-            zip(f, &x, &y, &mut out);
-            assert!((0..60).all(|i| out[i] == definition(x[i], y[i % 12])), "{f:?} {n}");
+    let y: Vec<f32> = y.iter().enumerate().map(|(i, &y)| if i % 3 == 1 { 0.0 } else { y }).collect();
+    let functions: [(Zip, fn(f32, f32) -> f32); 8] = [
+        (Zip::Add, |x, y| x + y),
+        (Zip::Sub, |x, y| x - y),
+        (Zip::Mul, |x, y| x * y),
+        (Zip::Div, |x, y| x / y),
+        (Zip::Keep, |x, y| if y != 0.0 { x } else { 0.0 }),
+        (Zip::Drop, |x, y| if y != 0.0 { 0.0 } else { x }),
+        (Zip::Second, |_, y| y),
+        (Zip::Greater, |x, y| f32::from(u8::from(x > y))),
+    ];
+    for (f, definition) in functions {
+        for [outer, extent, inner] in [[1, 5, 12], [1, 1, 12], [2, 5, 6], [12, 5, 1], [3, 5, 4]] {
+            let (x, y) = (&x[..outer * extent * inner], &y[..outer * inner]);
+            let mut out = vec![9.0; x.len()];
+            zip(f, x, y, [extent, inner], &mut out);
+            let want = |at: usize| definition(x[at], y[at / (extent * inner) * inner + at % inner]);
+            assert!((0..x.len()).all(|at| out[at].to_bits() == want(at).to_bits()), "{f:?} {outer} {extent} {inner}");
         }
     }
+}
+
+/// Also of subnormal numbers, and at the ends.
+#[test]
+fn logarithms_and_roots() {
+    let mut x: Vec<f32> = values::<f32>("x", 1003).iter().map(|x| x.abs()).collect();
+    x.extend([1e-45, 3e-40, f32::MIN_POSITIVE, 1e-30, 0.999, 1.0, 1.001, 1e30, f32::MAX]);
+    for (f, definition, slope) in
+        [(Map::Log, f64::ln as Definition, (|x| 1.0 / x) as Definition), (Map::Sqrt, f64::sqrt, |x| 0.5 / x.sqrt())]
+    {
+        let mut out = vec![9.0; x.len()];
+        map(f, &x, &mut out);
+        let close = |got: f64, want: f64, within: f64| (got - want).abs() <= within * want.abs().max(1e-3);
+        assert!(x.iter().zip(&out).all(|(&x, &y)| close(y.into(), definition(x.into()), 2e-7)), "{f:?}");
+        let (x, mut wide) = (widen(&x), vec![9.0; x.len()]);
+        map(f, &x, &mut wide);
+        assert!(x.iter().zip(&wide).all(|(&x, &y)| close(y, definition(x), 1e-15)), "{f:?}");
+        map_backward(f, &x, &vec![2.0; x.len()], &mut wide);
+        assert!(x.iter().zip(&wide).all(|(&x, &y)| close(y, 2.0 * slope(x), 1e-15)), "{f:?}");
+    }
+    let ends = [0.0, -0.0, -1.0, f32::INFINITY, f32::NAN];
+    let of = |f| {
+        let mut y = [9.0; 5];
+        map(f, &ends, &mut y);
+        y.map(|y| if y.is_nan() { "NaN".to_owned() } else { y.to_string() })
+    };
+    assert_eq!(of(Map::Log), ["-inf", "-inf", "NaN", "inf", "NaN"]);
+    assert_eq!(of(Map::Sqrt), ["0", "-0", "NaN", "inf", "NaN"]);
 }

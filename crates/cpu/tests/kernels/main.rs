@@ -8,6 +8,7 @@ mod embedding;
 mod float;
 mod gelu;
 mod grouped;
+mod indexing;
 mod loss;
 mod matmul;
 mod norm;

@@ -11,6 +11,8 @@ meshwork_core::named! {
         Sort = "sort",
         Documents = "attention",
         Gather = "gather",
+        IndexSelect = "index_select",
+        TakeAlongDim = "take_along_dim",
         Message = "unpack",
     }
     name: "The operation.", ALL: "All, by their numbers."
@@ -29,7 +31,9 @@ impl Checked {
                 "a message is not one of the scheme and shape that it was read as, or its indices are damaged"
                     .to_owned()
             }
-            Self::Gather => format!("index {found} at place {at}: indices are from 0 to {}", limit - 1),
+            Self::Gather | Self::IndexSelect | Self::TakeAlongDim => {
+                format!("index {found} at place {at}: indices are from 0 to {}", limit - 1)
+            }
             Self::Documents => format!(
                 "token {} of sample {} is at position {found} of its document: 0 begins a document, each other position is one more \
                  than the one before, and all are below {limit}",

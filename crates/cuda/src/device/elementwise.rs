@@ -14,6 +14,8 @@ impl Elementwise for CudaDevice {
             (Map::Silu, _) => self.elements(OP, "silu_forward", &[x], ()),
             (Map::Gelu, _) => self.elements(OP, "exact_gelu_forward", &[x], ()),
             (Map::SoftCap(cap), _) => self.elements(OP, "soft_cap_forward", &[x], cap as f32),
+            (Map::Log, _) => self.elements(OP, "log_forward", &[x], ()),
+            (Map::Sqrt, _) => self.elements(OP, "sqrt_forward", &[x], ()),
         }
     }
 
@@ -26,15 +28,22 @@ impl Elementwise for CudaDevice {
             Map::Silu => self.elements(OP, "silu_backward", &[dy, x], ()),
             Map::Gelu => self.elements(OP, "exact_gelu_backward", &[dy, x], ()),
             Map::SoftCap(cap) => self.elements(OP, "soft_cap_backward", &[dy, x], cap as f32),
+            Map::Log => self.elements(OP, "log_backward", &[dy, x], ()),
+            Map::Sqrt => self.elements(OP, "sqrt_backward", &[dy, x], ()),
         }
     }
 
-    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer, [_, extent, inner]: [usize; 3]) -> Result<Buffer> {
         let kernel = match f {
+            Zip::Add => "zip_add",
             Zip::Sub => "zip_sub",
             Zip::Mul => "zip_mul",
             Zip::Div => "zip_div",
+            Zip::Keep => "zip_keep",
+            Zip::Drop => "zip_drop",
+            Zip::Second => "zip_second",
+            Zip::Greater => "zip_greater",
         };
-        self.elements("zip", kernel, &[x, y], y.count())
+        self.elements("zip", kernel, &[x, y], [extent, inner])
     }
 }

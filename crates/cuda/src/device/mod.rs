@@ -14,6 +14,7 @@ mod documents;
 mod elementwise;
 mod embedding;
 mod grouped;
+mod indexing;
 mod launch;
 mod layout;
 mod loss;

@@ -174,6 +174,8 @@ fn dropout_swiglu_casts_and_trees_have_the_cpus_bits() {
     }
 }
 
+const ZIPS: [Zip; 8] = [Zip::Add, Zip::Sub, Zip::Mul, Zip::Div, Zip::Keep, Zip::Drop, Zip::Second, Zip::Greater];
+
 #[test]
 fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
     for [rows, n] in [[1, 1], [7, 33], [130, 41]] {
@@ -185,8 +187,15 @@ fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
             for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu, Map::Gelu, Map::SoftCap(1.5)] {
                 results.extend([of.map(f, &x)?, of.map_grad(f, &dy, &x)?]);
             }
-            for f in [Zip::Sub, Zip::Mul, Zip::Div] {
-                results.extend([of.zip(f, &x, &dy)?, of.zip(f, &x, &row)?]);
+            let positive = of.map(Map::Exp, &x)?;
+            for f in [Map::Log, Map::Sqrt] {
+                results.extend([of.map(f, &positive)?, of.map_grad(f, &dy, &positive)?]);
+            }
+            let column = x.slice(0..rows)?;
+            for f in ZIPS {
+                results.push(of.zip(f, &x, &dy, [1, 1, rows * n])?);
+                results.push(of.zip(f, &x, &row, [1, rows, n])?);
+                results.push(of.zip(f, &x, &column, [rows, n, 1])?);
             }
             let (y, above) = device.pointwise()?.relu(&x)?;
             results.extend([device.pointwise()?.relu_grad(&dy, &above)?, y, above]);
@@ -194,6 +203,27 @@ fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
         });
     }
     let x = values("x", 5 * 11 * 7);
+    for shape in [[5, 11, 7], [35, 11, 1], [1, 5, 77]] {
+        same("inner dims", |device, up| {
+            let (of, x) = (device.elementwise()?, up(&x));
+            let y = x.slice(2..2 + shape[0] * shape[2])?;
+            ZIPS.into_iter().map(|f| of.zip(f, &x, &y, shape)).collect()
+        });
+        same("chosen elements", |device, up| {
+            let (of, x, [outer, extent, inner]) = (device.indexing()?, up(&x), shape);
+            let largest = of.argmax(&x, shape)?;
+            let some = Picks { outer, extent, inner, count: 4, each: false };
+            let (index, dy) = (up(&ids(4, extent)), up(&values("dy", some.taken())));
+            let of_each = Picks { count: 1, each: true, ..some };
+            Ok(vec![
+                of.pick(&x, &largest, of_each)?,
+                of.pick_grad(&dy.slice(0..of_each.taken())?, &largest, of_each)?,
+                of.pick(&x, &index, some)?,
+                of.pick_grad(&dy, &index, some)?,
+                largest,
+            ])
+        });
+    }
     for (shape, blocks) in [([5, 11, 7], 1), ([5, 11, 7], 4), ([1, 385, 1], 3), ([55, 7, 1], 2), ([3, 0, 2], 2)] {
         same("sum", |device, up| {
             let (of, x) = (device.reduction()?, up(&x.slice(0..shape.iter().product())?));
@@ -793,7 +823,7 @@ fn what_the_device_lacks_is_named() {
     );
     let doubles = device.upload(&Buffer::from_vec(vec![1.0_f64; 8])).unwrap();
     assert_eq!(
-        message(device.elementwise().unwrap().zip(Zip::Sub, &doubles, &doubles).unwrap_err()),
+        message(device.elementwise().unwrap().zip(Zip::Sub, &doubles, &doubles, [1, 1, doubles.count()]).unwrap_err()),
         format!("zip: dtype f64 on device {name} is not supported: use f32")
     );
     let elsewhere = cpu.upload(&values("x", 8)).unwrap();
@@ -894,6 +924,15 @@ fn ids_outside_the_vocabulary_are_an_error() {
     let rows = device.permutation().unwrap().gather(&up(&values("x", 12)), &index, 2, 4).unwrap();
     let error = device.download(&rows).unwrap_err().to_string();
     assert_eq!(error, "gather: index 6 at place 1: indices are from 0 to 5");
+
+    let Some(devices) = devices(Products::OfTheCpu) else { return };
+    for device in devices {
+        let up = |host: &Buffer| device.upload(host).unwrap();
+        let picks = Picks { outer: 2, extent: 3, inner: 2, count: 2, each: false };
+        let picked = device.indexing().unwrap().pick(&up(&values("x", 12)), &up(&Buffer::from_vec(vec![2, -1])), picks);
+        let error = picked.and_then(|picked| device.download(&picked)).unwrap_err().to_string();
+        assert_eq!(error, "index_select: index -1 at place 1: indices are from 0 to 2");
+    }
 }
 
 #[test]

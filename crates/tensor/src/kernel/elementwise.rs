@@ -20,17 +20,31 @@ pub enum Map {
     Gelu,
     /// `c tanh(x/c)` with this c: close to x near zero, bounded by ±c (Gemma 2, arXiv:2408.00118, section 2).
     SoftCap(f64),
+    /// The natural logarithm: -∞ at 0, NaN below it.
+    Log,
+    /// The square root, correctly rounded: NaN below 0.
+    Sqrt,
 }
 
 /// A function of two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Zip {
+    /// x + y.
+    Add,
     /// x - y.
     Sub,
     /// x · y.
     Mul,
     /// x / y.
     Div,
+    /// x where y is not 0, else 0.
+    Keep,
+    /// x where y is 0, else 0.
+    Drop,
+    /// y, whatever x is.
+    Second,
+    /// 1 where x > y, else 0.
+    Greater,
 }
 
 /// A function of the host, with one number from each of the given vectors.
@@ -45,8 +59,8 @@ kernels! {
         /// dy · f'(x).
         fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer>
             | profile(Pointwise: dy, x), halves(wide dy, x -> x), meta(like dy);
-        /// f(x, y), with y repeated over rows of its length.
-        fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>
+        /// f(x, y), with y repeated over the middle dim of x: `[outer, extent, inner]` and `[outer, inner]`.
+        fn zip(&self, f: Zip, x: &Buffer, y: &Buffer, shape: [usize; 3]) -> Result<Buffer>
             | profile(Pointwise: x, y), halves(wide x, y -> x), meta(like x);
         /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no
         /// functions of the host.

@@ -59,6 +59,7 @@ plain!(
     &GroupBlocks,
     Map,
     Zip,
+    Picks,
     &DropoutMask,
     Groups,
     Statistics,

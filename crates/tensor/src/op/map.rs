@@ -1,4 +1,4 @@
-//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`, `x Φ(x)`, `c tanh(x/c)`.
+//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`, `x Φ(x)`, `c tanh(x/c)`, `ln x`, `√x`.
 
 use super::prelude::*;
 use super::whole::require_whole;
@@ -64,6 +64,17 @@ impl Var {
         self.mapped(Map::SoftCap(cap))
     }
 
+    /// The natural logarithm: -∞ at 0, NaN below it. Not linear: refuses `Partial`.
+    pub fn log(&self) -> Result<Var> {
+        self.mapped(Map::Log)
+    }
+
+    /// The square root: NaN below 0. Its derivative at 0 is infinite: add an epsilon first. Not linear: refuses
+    /// `Partial`.
+    pub fn sqrt(&self) -> Result<Var> {
+        self.mapped(Map::Sqrt)
+    }
+
     fn mapped(&self, f: Map) -> Result<Var> {
         let op = Mapped(f);
         if !op.is_exact() {
@@ -94,6 +105,8 @@ impl Op for Mapped {
             Map::Silu => "silu",
             Map::Gelu => "exact_gelu",
             Map::SoftCap(_) => "soft_cap",
+            Map::Log => "log",
+            Map::Sqrt => "sqrt",
         }
     }
 
@@ -107,7 +120,8 @@ impl Op for Mapped {
     fn padded(&self) -> Padded {
         match self.0 {
             Map::Scale(_) | Map::Tanh | Map::Silu | Map::Gelu | Map::SoftCap(_) => Padded::Zeros,
-            Map::Exp | Map::Sigmoid => Padded::Refused, // e^0 is not 0
+            // e^0 is not 0, nor is ln 0; the derivative of √0 is infinite.
+            Map::Exp | Map::Sigmoid | Map::Log | Map::Sqrt => Padded::Refused,
         }
     }
 

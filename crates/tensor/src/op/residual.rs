@@ -17,7 +17,7 @@ struct BiasResidual {
 impl Var {
     /// `self + other`; whichever has fewer dims is repeated over the leading dims of the other one, as a
     /// [`bias`](Self::bias) is.
-    pub fn add(&self, other: &Var) -> Result<Var> {
+    pub(super) fn plus(&self, other: &Var) -> Result<Var> {
         match self.shape().len().cmp(&other.shape().len()) {
             Ordering::Less => other.bias(self),
             Ordering::Equal => {

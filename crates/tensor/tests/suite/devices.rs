@@ -171,7 +171,20 @@ pub fn cases() -> Vec<Case> {
             let rule = |op: &str, x: &[Operand<'_>]| rules::linear_map(op, x[0]);
             tape.custom("through", &["x"], &[&v[0]], rule, |x| Ok(x[0].clone()), |_, _, grad| Ok(vec![grad.clone()]))
         }),
+        case("log and sqrt", &[(x, V)], |_, v| v[0].sigmoid()?.log()?.exp()?.sqrt()),
         case("mul", &[(x, P), (x, R)], |_, v| v[0].mul(&v[1])),
+        case("mul by a number of each token", &[(x, S(1)), (&[2, 4, 1], S(1))], |_, v| v[0].mul(&v[1])),
+        case("add of a row of each sample", &[(x, S(1)), (&[2, 1, 6], R)], |_, v| v[0].add(&v[1])),
+        case("sub of a dim with ones around it", &[(&[2, 3, 4, 5], I), (&[2, 1, 4, 1], I)], |_, v| v[0].sub(&v[1])),
+        case("div by a row of ones and features", &[(x, R), (&[1, 1, 6], R)], |_, v| v[0].div(&v[1].exp()?)),
+        case("select", &[(x, V), (&[4, 6], R)], |_, v| v[0].greater(&v[1])?.select(&v[0], &v[1])),
+        case("expand_as", &[(&[2, 1, 6], R), (x, S(1))], |_, v| v[0].expand_as(&v[1])?.mul(&v[1])),
+        case("max", &[(x, S(1))], |_, v| v[0].max(2)),
+        case("index_select", &[(x, I)], |tape, v| v[0].index_select(1, &ids(tape, &[3, 0, 3], &[3], types(I)))),
+        case("take_along_dim", &[(x, I)], |_, v| v[0].take_along_dim(2, &v[0].argmax(2)?.unsqueeze(2)?)),
+        case("matmul", &[(&[2, 3, 4, 5], S(1)), (&[2, 3, 5, 6], S(1))], |_, v| v[0].matmul(&v[1])),
+        case("matmul_nt", &[(x, S(2)), (&[2, 3, 6], S(2))], |_, v| v[0].matmul_nt(&v[1])),
+        case("matmul_tn", &[(x, S(2)), (&[2, 4, 3], R)], |_, v| v[0].matmul_tn(&v[1])),
         case("mul by a row", &[(x, S(1)), (&[6], R)], |_, v| v[0].mul(&v[1])),
         case("sub", &[(x, P), (x, P)], |_, v| v[0].sub(&v[1])),
         case("sub of a row", &[(x, I), (&[6], I)], |_, v| v[0].sub(&v[1])),
@@ -361,6 +374,8 @@ fn a_missing_kernel_names_the_operation_and_the_device() {
         ("mul", x.mul(&x), "elementwise"),
         ("square", x.map("square", |x| x * x, |x, _| 2.0 * x), "elementwise"),
         ("mean", x.mean(1), "reduction"),
+        ("max", x.max(1), "indexing"),
+        ("matmul", x.matmul(&x), "grouped"),
         ("softmax", x.softmax(), "reduction"),
         ("mean_squared_error", x.mean_squared_error(&x), "reduction"),
         ("conv2d", input(&[1, 3, 3, 2]).conv2d(&input(&[4, 3, 3, 2]), None, 1, 1), "window"),
@@ -388,7 +403,7 @@ impl Elementwise for Closed {
         Ok(dy.clone())
     }
 
-    fn zip(&self, _f: Zip, x: &Buffer, _y: &Buffer) -> Result<Buffer> {
+    fn zip(&self, _f: Zip, x: &Buffer, _y: &Buffer, _shape: [usize; 3]) -> Result<Buffer> {
         Ok(x.clone())
     }
 }

@@ -22,6 +22,8 @@ fn gradients_of_functions_of_one_value() {
     check("sigmoid", &[X], |_, v| v[0].sigmoid());
     check("silu", &[X], |_, v| v[0].silu());
     check("soft_cap", &[X], |_, v| v[0].soft_cap(1.5));
+    check("log", &[X], |_, v| v[0].exp()?.log());
+    check("sqrt", &[X], |_, v| v[0].exp()?.sqrt());
     check("softmax", &[X], |_, v| v[0].softmax());
     check("square", &[X], |_, v| v[0].map("square", |x| x * x, |x, _| 2.0 * x));
     check("exp, by its value", &[X], |_, v| v[0].map("exp", f64::exp, |_, y| y));
@@ -251,7 +253,7 @@ fn a_squared_error_of_cut_elements() {
 
 /// Refused as one of two ranks and on one alone, in these words.
 #[track_caller]
-fn refused(wrong: impl Fn(&Tape, &dyn Fn(Ty) -> Var) -> Result<Var>, message: &str) {
+pub fn refused(wrong: impl Fn(&Tape, &dyn Fn(Ty) -> Var) -> Result<Var>, message: &str) {
     for degree in [1, 2] {
         let rank = Arc::new(Rank::recording(&Mesh::new([(TP, degree)]).unwrap(), 0).unwrap());
         let tape = tape_on(&rank, Meta::device());
@@ -336,8 +338,14 @@ fn shapes_that_do_not_fit_are_refused() {
     let x = |shape: &[usize]| input(&tape, &vec![0.0; shape.iter().product()], shape, Types::NONE);
     let v = x(&[2, 4, 6]);
     for (result, message) in [
-        (v.mul(&x(&[4])), "mul: the dims of y must be those of x, or its trailing ones (shapes [[2, 4, 6], [4]])"),
-        (x(&[6]).sub(&v), "sub: the dims of y must be those of x, or its trailing ones (shapes [[6], [2, 4, 6]])"),
+        (
+            v.mul(&x(&[4])),
+            "mul: the dims of y must be those of x, or its trailing ones, or have extent 1 (shapes [[2, 4, 6], [4]])",
+        ),
+        (
+            x(&[5]).sub(&v),
+            "sub: the dims of y must be those of x, or its trailing ones, or have extent 1 (shapes [[5], [2, 4, 6]])",
+        ),
         (
             x(&[1, 1, 1, 1, 1, 2]).linear(&x(&[2, 2, 2]), 1),
             "linear: the result has at most 6 dims (shapes [[1, 1, 1, 1, 1, 2], [2, 2, 2]])",

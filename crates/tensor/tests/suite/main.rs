@@ -22,6 +22,7 @@ mod nothing;
 mod opaque;
 mod operands;
 mod optimizers;
+mod own_models;
 mod own_ops;
 mod padded;
 mod params;

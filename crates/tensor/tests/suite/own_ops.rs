@@ -37,7 +37,9 @@ fn check_weights(
 #[test]
 fn functions_of_one_number() {
     type Op = fn(&Var) -> Result<Var>;
-    let pointwise: [(&str, Op); 7] = [
+    let pointwise: [(&str, Op); 9] = [
+        ("log", |x| x.exp()?.log()),
+        ("sqrt", |x| x.exp()?.sqrt()),
         ("exp", Var::exp),
         ("tanh", Var::tanh),
         ("sigmoid", Var::sigmoid),
@@ -66,6 +68,7 @@ fn functions_of_two_values() {
         check("sub", &[x(&[3, 5]), y(shape)], |v| v[0].sub(&v[1]));
     }
     check("add", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].add(&v[1]));
+    check("greater", &[x(&[3, 5]), y(&[5])], |v| v[0].mul(&v[0].greater(&v[1])?));
     check_weights("bias", x(&[1, 3, 5]), &[("b", &[5])], |v| v[0].bias(&v[1]));
     check_weights("structural bias", x(&[3, 1, 5]), &[("b", &[1, 5])], |v| v[0].bias(&v[1]));
     check("bias_residual", &[x(&[1, 3]), OpInput::value("b", &[3]), y(&[1, 3])], |v| v[0].bias_residual(&v[1], &v[2]));
@@ -73,6 +76,49 @@ fn functions_of_two_values() {
         v[0].bias_residual(&v[1], &v[2])
     });
     check("mean_squared_error", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].mean_squared_error(&v[1]));
+}
+
+/// Dims of extent 1, of either operand, at the front, inside and at the end. With y as a parameter too, whose gradient
+/// goes other ways.
+#[test]
+fn broadcasting() {
+    type Op = fn(&Var, &Var) -> Result<Var>;
+    let ops: [(&str, Op); 6] = [
+        ("add", Var::add),
+        ("sub", Var::sub),
+        ("mul", Var::mul),
+        ("div", |x, y| x.div(&y.exp()?)),
+        ("expand_as", |x, y| y.expand_as(x)),
+        ("select", |x, y| x.scale(0.7)?.greater(y)?.select(x, y)),
+    ];
+    let shapes: [(&[usize], &[usize]); 4] =
+        [(&[3, 1, 5], &[1]), (&[3, 3, 1], &[2]), (&[1, 3, 1], &[0, 2]), (&[3, 1], &[1])];
+    for (name, op) in ops {
+        for (shape, ones) in shapes {
+            if name == "add" && shape.len() == 2 {
+                continue; // a bias, which refuses a cut dim of extent 1 by its shape
+            }
+            for kind in [OpInput::value, OpInput::parameter] {
+                let y = kind("y", shape).fixed(ones);
+                check(&format!("{name} of {shape:?}"), &[x(&[3, 3, 5]), y], |v| op(&v[0], &v[1]));
+            }
+        }
+    }
+    for (name, op) in &ops[..4] {
+        let y = y(&[3, 1, 5]).fixed(&[1]);
+        check(&format!("{name}, the smaller one first"), &[x(&[3, 3, 5]), y], |v| op(&v[1], &v[0]));
+    }
+}
+
+#[test]
+fn elements_chosen_along_a_dim() {
+    for dim in 0..3 {
+        check("max", &[x(&[3, 2, 5])], |v| v[0].max(dim));
+        let index = OpInput::ids("index", &[4], 3).fixed(&[0]);
+        check("index_select", &[x(&[3, 3, 3]), index], |v| v[0].index_select(dim, &v[1]));
+        let index = OpInput::ids("index", &[3, 3, 3], 3);
+        check("take_along_dim", &[x(&[3, 3, 3]), index], |v| v[0].take_along_dim(dim, &v[1]));
+    }
 }
 
 #[test]
@@ -126,6 +172,21 @@ fn products() {
             // Both are read: the gradient of x is that of both.
             pair[which].add(&pair[1 - which])
         });
+    }
+}
+
+#[test]
+fn products_of_matrices() {
+    type Op = fn(&Var, &Var) -> Result<Var>;
+    let forms: [(&str, Op, [&[usize]; 2]); 3] = [
+        ("matmul", Var::matmul, [&[2, 3, 5], &[2, 5, 4]]),
+        ("matmul_nt", Var::matmul_nt, [&[2, 3, 5], &[2, 4, 5]]),
+        ("matmul_tn", Var::matmul_tn, [&[2, 5, 3], &[2, 5, 4]]),
+    ];
+    for (name, op, [of_x, of_y]) in forms {
+        let report = check(name, &[x(of_x), y(of_y)], |v| op(&v[0], &v[1]));
+        assert_eq!(report.accepted.len(), 11, "{report}");
+        check(name, &[x(&of_x[1..]), y(&of_y[1..])], |v| op(&v[0], &v[1]));
     }
 }
 
