@@ -14,7 +14,7 @@ pub fn argmax<T: Float>(x: &[T], extent: usize, inner: usize, out: &mut [i32]) {
         for (e, x) in x.chunks_exact(inner).enumerate() {
             for ((&x, best), out) in x.iter().zip(&mut best).zip(&mut *out) {
                 // A NaN is larger than all, and equal to none: the first stays.
-                if x > *best || x != x && *best == *best {
+                if x > *best || is_nan(x) && !is_nan(*best) {
                     (*best, *out) = (x, e as i32);
                 }
             }
@@ -51,4 +51,8 @@ pub fn pick_backward<T: Float>(dy: &[T], index: &[i32], picks: Picks, first: usi
             }
         }
     }
+}
+
+fn is_nan<T: PartialOrd>(x: T) -> bool {
+    x.partial_cmp(&x).is_none()
 }
