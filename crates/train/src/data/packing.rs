@@ -97,11 +97,14 @@ fn has_answer(stream: &Stream, example: &Range<usize>) -> bool {
     example.clone().skip(1).any(|at| !stream.masked.get(at).copied().unwrap_or(false))
 }
 
+/// Examples, and those of each row.
+type Filled<'a> = (&'a [Range<usize>], &'a [Vec<usize>]);
+
 /// A stream of the rows of the examples to train on and of those held out.
 fn lay(
     from: (&[i32], &Stream),
     row: usize,
-    [training, held]: [(&[Range<usize>], &[Vec<usize>]); 2],
+    [training, held]: [Filled<'_>; 2],
     told: String,
 ) -> Result<Packed, DataError> {
     let mut rows = Rows { row, from, tokens: Vec::new(), starts: Vec::new(), masked: Vec::new() };
