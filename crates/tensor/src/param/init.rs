@@ -123,7 +123,7 @@ mod tests {
     fn values_have_the_moments_of_their_kind() {
         // The variance of a normal distribution between -2 and 2 is 1 - 4 φ(2)/(2 Φ(2) - 1).
         let truncated = 0.773_741_3;
-        for (init, variance, most) in [
+        let kinds: [(Init, f64, f32); 7] = [
             (Init::Normal { std: 0.5 }, 0.25, 3.0),
             (Init::TruncatedNormal { std: 0.5 }, 0.25 * truncated, 1.0),
             (Init::Uniform { bound: 0.6 }, 0.12, 0.6),
@@ -131,7 +131,8 @@ mod tests {
             (Init::kaiming_normal(50), 0.04, 1.2),
             (Init::xavier_uniform([30, 70]), 0.02, 0.25),
             (Init::xavier_normal([30, 70]), 0.02, 0.85),
-        ] {
+        ];
+        for (init, variance, most) in kinds {
             let mut values = vec![9.0; 100_000];
             init.fill(3, "w", 0, &mut values);
             let mean = |f: &dyn Fn(f64) -> f64| values.iter().map(|&x| f(x.into())).sum::<f64>() / values.len() as f64;
@@ -139,7 +140,7 @@ mod tests {
             assert!(mean.abs() < 0.01 * variance.sqrt(), "{init:?}: mean {mean}");
             assert!((square / variance - 1.0).abs() < 0.015, "{init:?}: variance {square}");
             let largest = values.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-            assert!(largest <= most && largest > 0.85 * most.min(2.0), "{init:?}: {largest}");
+            assert!(largest <= most && largest > 0.65 * most, "{init:?}: {largest}");
         }
         for (init, value) in [(Init::Constant { value: -3.5 }, -3.5), (Init::Ones, 1.0), (Init::Zeros, 0.0)] {
             let mut values = [9.0; 3];
