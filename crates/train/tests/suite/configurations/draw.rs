@@ -267,7 +267,7 @@ impl Case {
                 case.keys.insert("parallelism.context_parallel_method".to_owned(), "ring".to_owned());
             }
         }
-        if frame.pretrained.is_none() && rarely(&mut own, 6) {
+        if frame.pretrained.is_none() && rarely(&mut own, 8) {
             let pairs = frame.experts == 0 && !frame.lossy && !frame.asynchronous();
             case.draw_examples(&mut own, pairs);
         }
@@ -277,14 +277,14 @@ impl Case {
     /// Examples in the place of other data, or pairs of answers for a model with adapters; rarely where the rest does
     /// not go with `pairs`.
     fn draw_examples(&mut self, rng: &mut Rng, pairs: bool) {
-        let pairs = if pairs { !rarely(rng, 4) } else { rarely(rng, 16) };
+        let pairs = if pairs { !rarely(rng, 4) } else { rarely(rng, 32) };
         let (objective, file) = if pairs { ("dpo", "pairs.jsonl") } else { ("sft", "examples.jsonl") };
         let mut set = |key: &str, value: String| _ = self.keys.insert(key.to_owned(), value);
         set("training.objective", objective.to_owned());
         // Rarely a text, or examples of the other kind.
-        set("data.path", path(if rarely(rng, 20) { rng.pick(&["text.txt", "examples.jsonl"]) } else { file }));
+        set("data.path", path(if rarely(rng, 40) { rng.pick(&["text.txt", "examples.jsonl"]) } else { file }));
         set("model.vocab_size", rng.pick(&["256", "300"]).to_owned());
-        if objective == "dpo" && !rarely(rng, 10) {
+        if objective == "dpo" && !rarely(rng, 20) {
             set("lora.rank", "2".to_owned());
         }
         for (key, value) in
@@ -292,9 +292,12 @@ impl Case {
         {
             value.filter(|value| value != "0.5" || rarely(rng, 6)).into_iter().for_each(|value| set(key, value));
         }
-        let often = ["data.sources", "data.format", "data.documents", "data.skip_bad_lines"];
-        for key in often.into_iter().filter(|_| !rarely(rng, 12)) {
-            self.keys.remove(key);
+        // Of what a text may have, most does not go with examples.
+        let of_texts =
+            ["sources", "format", "documents", "skip_bad_lines", "tokenizer", "end_of_text", "beginning_of_text"];
+        let often = of_texts.map(|key| format!("data.{key}")).into_iter().chain(["validation.fraction".to_owned()]);
+        for key in often.filter(|_| !rarely(rng, 24)) {
+            self.keys.remove(&key);
         }
         if self.get("lora.rank").is_some() && !rarely(rng, 8) {
             self.keys.remove("model.freeze");
