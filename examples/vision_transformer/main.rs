@@ -43,7 +43,8 @@ impl Model for VisionTransformer {
 
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let h = self.hidden;
-        let patches = part.first.then(|| Conv2d::new(params, "patches", 1, h, PATCH, PATCH, true)).transpose()?;
+        let patches =
+            part.first.then(|| Conv2d::new(params, "patches", [1, h], [PATCH, PATCH], true, NORMAL)).transpose()?;
         let positions = part.first.then(|| Positions::new(params, "positions", PATCHES, h, 0.15)).transpose()?;
         let mut layer = |i| TransformerLayer::new(params, mesh, &format!("layer.{i}"), [h, 4], NORMAL);
         let layers = part.layers.clone().map(&mut layer).collect::<Result<_>>()?;
