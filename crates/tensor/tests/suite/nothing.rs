@@ -38,7 +38,7 @@ fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Result<Vec<Vec
 }
 
 /// Cases that bring targets, ids, positions or groups of extents of their own, so that no samples do not fit them.
-const OF_OTHER_EXTENTS: [&str; 13] = [
+const OF_OTHER_EXTENTS: [&str; 14] = [
     "linear_pair",
     "grouped_linear and bias",
     "attention to documents",
@@ -52,6 +52,7 @@ const OF_OTHER_EXTENTS: [&str; 13] = [
     "vocab_parallel_cross_entropy",
     "linear_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    "preference_loss",
 ];
 
 #[test]
