@@ -139,7 +139,7 @@ fn unknown_keys_hear_of_the_nearest() {
          training.stepz = 5: unknown key; the nearest is training.steps\n\
          modle.num_heads = 4: unknown key; the nearest is model.num_heads\n\
          [empty]: unknown section; the nearest is memory; use one of model, lora, parallelism, moe, pipeline, training, \
-         optimizer, lr_scheduler, data, validation, memory, checkpoint, metrics, comm, cuda, compress, numerics"
+         dpo, optimizer, lr_scheduler, data, validation, memory, checkpoint, metrics, comm, cuda, compress, numerics"
     );
 }
 
