@@ -75,7 +75,8 @@ fn the_ends_of_the_range() {
 fn two_numbers_at_a_time_over_rows() {
     let (x, y): (Vec<f32>, Vec<f32>) = (values("x", 60), values("y", 12));
     let y: Vec<f32> = y.iter().enumerate().map(|(i, &y)| if i % 3 == 1 { 0.0 } else { y }).collect();
-    let functions: [(Zip, fn(f32, f32) -> f32); 8] = [
+    type Function = fn(f32, f32) -> f32;
+    let functions: [(Zip, Function); 8] = [
         (Zip::Add, |x, y| x + y),
         (Zip::Sub, |x, y| x - y),
         (Zip::Mul, |x, y| x * y),
