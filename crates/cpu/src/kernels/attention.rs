@@ -13,7 +13,7 @@
 //! runs. Queries and keys may be [rotated](Angles) by their positions first. Scores may have a soft cap:
 //! `S ← cap tanh(S/cap)`, `dS ← dS (1 - (S/cap)²)`. Sequences may be [packed](Packing) with documents, each computed as
 //! if it were a sequence by itself. With a window blocks of keys that no query of a block sees are not computed. In
-//! other patterns each query stands for a causal one that is further on. A [shift](shift) may be added to each score.
+//! other patterns each query stands for a causal one that is further on. A shift may be added to each score.
 //!
 //! # The order of sums
 //!
