@@ -185,7 +185,7 @@ impl Segment {
         }
         let input = start.input.map(|Message { tensor, types }| match start.takes_gradient {
             true => tape.input(tensor, types),
-            false => tape.constant(tensor, types),
+            false => tape.input_without_gradient(tensor, types),
         });
         if input.is_none() && !self.spec.part.first {
             let problem = "no activation arrived";

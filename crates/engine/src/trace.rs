@@ -154,7 +154,7 @@ impl<'a> Forward<'a> {
             }
             let input_here = input.map(|(tensor, types, takes_gradient)| match takes_gradient {
                 true => tape.input(tensor, types),
-                false => tape.constant(tensor, types),
+                false => tape.input_without_gradient(tensor, types),
             });
             let mut output = stage.forward(&tape, self.batch, input_here.as_ref())?;
             if spec.part.last && self.mode == Mode::Train {

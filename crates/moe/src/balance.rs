@@ -89,8 +89,7 @@ pub fn z_loss(logits: &Var) -> Result<Var> {
 /// `[samples, seq, experts]`: ln N if all experts are equally likely, 0 if the choice is certain. A metric, without a
 /// gradient.
 pub fn entropy(scores: &Var) -> Result<Var> {
-    let detached = scores.tape().constant(scores.tensor().clone(), scores.types());
-    OfSequences::apply(AuxLoss::Entropy, &detached)
+    OfSequences::apply(AuxLoss::Entropy, &scores.detach())
 }
 
 /// The fraction of the choices `[samples, seq, k]` of each sequence that are dropped, `[samples]` in f64, for tokens

@@ -157,7 +157,7 @@ impl Var {
             self.tape().rank().group_over(&axes).all_reduce_into(input.buffer().clone(), out, ReduceOp::Max)?;
         let tensor = Tensor::from_buffer(input.device(), reduced, input.shape())?;
         let types = axes.iter().fold(self.types(), |types, &axis| types.with(axis, Ty::Invariant));
-        Ok(self.tape().constant(tensor, types))
+        Ok(self.tape().input_without_gradient(tensor, types))
     }
 
     /// The axes that the mesh has; all, if it has none of them.

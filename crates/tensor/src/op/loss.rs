@@ -221,8 +221,7 @@ impl Var {
     /// Per sample an f64, `[samples]`: the rows of whole logits `[samples, .., vocab]` whose target, of
     /// `[samples, ..]`, has the largest logit. A metric: it has no gradient.
     pub fn correct(&self, targets: &Var) -> Result<Var> {
-        let detached = self.tape().constant(self.tensor().clone(), self.types());
-        self.tape().apply(Correct, &[&detached, targets])
+        self.tape().apply(Correct, &[&self.detach(), targets])
     }
 }
 

@@ -22,7 +22,7 @@ impl Var {
 
     /// Another number of each pair, `[pairs]` in f64. A metric: it has no gradient.
     pub fn preference(&self, reference: &Var, of: Preference, number: PairNumber) -> Result<Var> {
-        self.tape().constant(self.tensor().clone(), self.types()).of_pairs(reference, of, number)
+        self.detach().of_pairs(reference, of, number)
     }
 
     fn of_pairs(&self, reference: &Var, of: Preference, number: PairNumber) -> Result<Var> {

@@ -229,7 +229,7 @@ impl Tape {
         let (mut made, mut result, mut reads) = (None, Types::NONE, BTreeMap::new());
         for (at, block) in blocks.iter().enumerate() {
             let inner = self.nested(self.mode(), (number, plain), block, false);
-            let parts = clones.iter().map(|x| Ok(inner.constant(block.of(x.tensor())?, x.types())));
+            let parts = clones.iter().map(|x| Ok(inner.input_without_gradient(block.of(x.tensor())?, x.types())));
             let of_block = function(&inner, &parts.collect::<Result<Vec<_>>>()?, block)?;
             if at == 0 {
                 (result, reads) = (of_block.types(), inner.reads());
@@ -440,7 +440,10 @@ impl Op for Blocks {
             let inner = tape.nested(Mode::Train, (self.number, self.plain), block, true);
             let part = |((x, &types), &flows): ((&Tensor, &Types), &bool)| {
                 let part = block.of(x)?;
-                Ok(if flows { inner.input(part, types) } else { inner.constant(part, types) })
+                Ok(match flows {
+                    true => inner.input(part, types),
+                    false => inner.input_without_gradient(part, types),
+                })
             };
             let parts = values.iter().zip(&self.inputs).zip(&flows).map(part).collect::<Result<Vec<_>>>()?;
             let result = (self.function)(&inner, &parts, block)?;

@@ -344,12 +344,18 @@ impl Tape {
     /// its gradient after backward.
     pub fn input(&self, tensor: Tensor, types: Types) -> Var {
         if self.inner.mode == Mode::Evaluate {
-            self.show_source("a constant", types, &tensor);
-            return self.value(tensor, types, Source::Unrecorded);
+            return self.input_without_gradient(tensor, types);
         }
         self.show_source("an input", types, &tensor);
         let node = self.push(Node::input(&tensor, types));
         self.value(tensor, types, Source::Node(node))
+    }
+
+    /// An [input](Self::input) that takes no gradient, because all that it was computed from is frozen or is not
+    /// recorded. It is no [constant](Self::constant): operations hold it to its types.
+    pub fn input_without_gradient(&self, tensor: Tensor, types: Types) -> Var {
+        self.show_source("a constant", types, &tensor);
+        self.value(tensor, types, Source::Unrecorded)
     }
 
     /// A value from outside.

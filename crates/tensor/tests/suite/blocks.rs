@@ -60,3 +60,14 @@ fn what_is_no_function_of_single_tokens_is_refused() {
     let told = tape.in_blocks(&[&x, &y], 2, |_, x, _| Ok(x[0].clone())).unwrap_err().to_string();
     assert!(told.contains("the same samples and tokens"), "{told}");
 }
+
+/// The values of a block are no constants, of which an operation may read either type.
+#[test]
+fn what_all_tokens_refuse_a_block_refuses() {
+    let tape = tape_of(&alone());
+    let value = |ty| input(&tape, &values("x", 24), &[2, 4, 3], on_tp(ty));
+    let (x, y) = (value(Ty::Invariant), value(Ty::Replicate));
+    let whole = x.mul(&y).unwrap_err().to_string();
+    let told = tape.in_blocks(&[&x, &y], 2, |_, parts, _| parts[0].mul(&parts[1])).unwrap_err().to_string();
+    assert!(told.contains("copy(I→R)") && told == whole, "{told} and {whole}");
+}
