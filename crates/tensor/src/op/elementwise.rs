@@ -15,12 +15,12 @@ use std::ops::Range;
 #[derive(Debug)]
 struct Zipped {
     f: Zip,
-    beside: Beside,
+    broadcast: Broadcast,
 }
 
-/// How y lies beside x.
+/// How y is broadcast over x.
 #[derive(Clone, Debug)]
-struct Beside {
+struct Broadcast {
     /// Extents of x on this rank.
     x: Shape,
     /// Those of y, without the leading dims over which it is repeated.
@@ -32,7 +32,7 @@ struct Beside {
     tokens: Tokens,
 }
 
-impl Beside {
+impl Broadcast {
     /// Dims of x over which y is repeated at its front.
     fn leading(&self) -> usize {
         self.x.len().saturating_sub(self.y.len())
@@ -140,13 +140,14 @@ impl Var {
     /// ```
     pub fn add(&self, other: &Var) -> Result<Var> {
         // What lacks dims alone is a bias.
-        let has_ones = |beside: &Beside| !beside.inner.is_empty() || beside.y != beside.y_shape;
-        if other.beside(self).as_ref().is_some_and(has_ones) {
+        let has_ones = |of: &Broadcast| !of.inner.is_empty() || of.y != of.y_shape;
+        if other.broadcast(self).as_ref().is_some_and(has_ones) {
             return other.zipped(Zip::Add, self);
         }
-        let alike = self.shape() == other.shape() || self.shape().len() != other.shape().len();
-        match self.beside(other) {
-            Some(beside) if has_ones(&beside) => self.zipped(Zip::Add, other),
+        let (x, y) = (self.shape(), other.shape());
+        let alike = x.ends_with(&y) || y.ends_with(&x);
+        match self.broadcast(other) {
+            Some(broadcast) if has_ones(&broadcast) => self.zipped(Zip::Add, other),
             None if !alike => self.zipped(Zip::Add, other),
             _ => self.plus(other),
         }
@@ -154,13 +155,13 @@ impl Var {
 
     /// `self - other`, with broadcasting as [`add`](Self::add). Linear: both may be `Partial`.
     pub fn sub(&self, other: &Var) -> Result<Var> {
-        self.expanded_beside(other)?.zipped(Zip::Sub, other)
+        self.expanded_over(other)?.zipped(Zip::Sub, other)
     }
 
     /// `self · other`, element by element, with broadcasting as [`add`](Self::add). Linear in each: one may be
     /// `Partial` where the other is `Replicate`.
     pub fn mul(&self, other: &Var) -> Result<Var> {
-        match other.beside(self) {
+        match other.broadcast(self) {
             Some(_) => other.zipped(Zip::Mul, self),
             None => self.zipped(Zip::Mul, other),
         }
@@ -168,7 +169,7 @@ impl Var {
 
     /// `self / other`, element by element, with broadcasting as [`add`](Self::add). Refuses `Partial`.
     pub fn div(&self, other: &Var) -> Result<Var> {
-        self.expanded_beside(other)?.zipped(Zip::Div, other)
+        self.expanded_over(other)?.zipped(Zip::Div, other)
     }
 
     /// `a` where this mask is not 0, else `b`: PyTorch's `where`, of floats in place of truth values. The mask has no
@@ -176,15 +177,15 @@ impl Var {
     /// [`add`](Self::add), but one of them has all dims.
     pub fn select(&self, a: &Var, b: &Var) -> Result<Var> {
         let mask = &self.detach();
-        let [a, b] = [a.expanded_beside(b)?, b.expanded_beside(a)?];
-        let [a, b] = [a.expanded_beside(mask)?, b.expanded_beside(mask)?];
+        let [a, b] = [a.expanded_over(b)?, b.expanded_over(a)?];
+        let [a, b] = [a.expanded_over(mask)?, b.expanded_over(mask)?];
         a.zipped(Zip::Keep, mask)?.add(&b.zipped(Zip::Drop, mask)?)
     }
 
     /// 1 where `self > other`, else 0: a mask for [`select`](Self::select), without a gradient. Broadcasts as
     /// [`add`](Self::add). Refuses `Partial`.
     pub fn greater(&self, other: &Var) -> Result<Var> {
-        self.detach().expanded_beside(other)?.zipped(Zip::Greater, &other.detach())
+        self.detach().expanded_over(other)?.zipped(Zip::Greater, &other.detach())
     }
 
     /// The value repeated to the dims of `other`, of which this rank has its slice: PyTorch's `expand_as`. Refuses
@@ -194,15 +195,15 @@ impl Var {
     }
 
     /// The value, repeated to the dims of `other` if it lacks some.
-    fn expanded_beside(&self, other: &Var) -> Result<Var> {
-        match other.beside(self) {
+    fn expanded_over(&self, other: &Var) -> Result<Var> {
+        match other.broadcast(self) {
             Some(_) => self.expand_as(other),
             None => Ok(self.clone()),
         }
     }
 
     /// How `other` is repeated over this value; `None` if it is not.
-    fn beside(&self, other: &Var) -> Option<Beside> {
+    fn broadcast(&self, other: &Var) -> Option<Broadcast> {
         let (x, y) = (self.shape(), other.shape());
         let lacks = x.len().checked_sub(y.len())?;
         let cut = |value: &Var, dim| value.types().cuts(dim).next().is_some();
@@ -218,13 +219,13 @@ impl Var {
         let leading = lacks + (lacks..x.len()).take_while(repeated).count();
         let inner: Vec<_> = (leading..x.len()).filter(repeated).map(|dim| (dim, 1)).collect();
         let own = Shape::new(&y[leading - lacks..]);
-        let beside = Beside { x, y: own, y_shape: y, inner, tokens: Tokens::new(self, own.len()) };
-        (leading > 0 || !beside.inner.is_empty()).then_some(beside)
+        let broadcast = Broadcast { x, y: own, y_shape: y, inner, tokens: Tokens::new(self, own.len()) };
+        (leading > 0 || !broadcast.inner.is_empty()).then_some(broadcast)
     }
 
     fn zipped(&self, f: Zip, y: &Var) -> Result<Var> {
-        let found = self.beside(y);
-        let mut beside = found.clone().unwrap_or_else(|| Beside {
+        let found = self.broadcast(y);
+        let mut broadcast = found.clone().unwrap_or_else(|| Broadcast {
             x: self.shape(),
             y: self.shape(),
             y_shape: y.shape(),
@@ -238,7 +239,7 @@ impl Var {
             _ => {
                 require_whole(name, &[self])?;
                 // The gradient of y is a share of a tree over the blocks of the only dim that is summed over.
-                let in_tree = |axis| match (beside.leading(), &beside.inner[..]) {
+                let in_tree = |axis| match (broadcast.leading(), &broadcast.inner[..]) {
                     (0, [(dim, _)]) => self.types().get(axis) == Some(Ty::Shard(*dim)),
                     _ => false,
                 };
@@ -246,11 +247,11 @@ impl Var {
             }
         }
         if let Some(blocks) = self.tape().reduction_blocks().filter(|_| y.takes_gradient()) {
-            for (dim, here) in &mut beside.inner {
+            for (dim, here) in &mut broadcast.inner {
                 *here = self.blocks_of(name, *dim, blocks)?;
             }
         }
-        self.tape().apply(Zipped { f, beside }, &[self, y])
+        self.tape().apply(Zipped { f, broadcast }, &[self, y])
     }
 }
 
@@ -288,8 +289,8 @@ impl Zipped {
             // -dz x / y²
             Zip::Div => {
                 let (x, y) = (cx.saved(0)?, cx.saved(1)?);
-                let slope = self.beside.zip(Zip::Div, &x, &y)?;
-                negated(&zip(Zip::Mul, &self.beside.zip(Zip::Div, grad, &y)?, &slope)?)?
+                let slope = self.broadcast.zip(Zip::Div, &x, &y)?;
+                negated(&zip(Zip::Mul, &self.broadcast.zip(Zip::Div, grad, &y)?, &slope)?)?
             }
             // No function of these is differentiated: y is a constant.
             Zip::Keep | Zip::Drop | Zip::Greater => Tensor::zeros(grad.device(), grad.dtype(), grad.shape())?,
@@ -305,8 +306,8 @@ impl Op for Zipped {
     stated! { x, y }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
-        let (x, y) = (operands[0], operands[1].repeated(self.beside.repeated()));
-        self.beside.require_whole_ones(self.name(), x, y)?;
+        let (x, y) = (operands[0], operands[1].repeated(self.broadcast.repeated()));
+        self.broadcast.require_whole_ones(self.name(), x, y)?;
         match self.f {
             Zip::Add | Zip::Sub => rules::add(self.name(), x, y),
             Zip::Mul | Zip::Keep | Zip::Drop => rules::product(self.name(), x, y),
@@ -317,7 +318,7 @@ impl Op for Zipped {
     fn padded(&self) -> Padded {
         match self.f {
             Zip::Mul | Zip::Keep | Zip::Drop => Padded::Zeros,
-            Zip::Add | Zip::Sub if self.beside.inner.is_empty() => Padded::Zeros,
+            Zip::Add | Zip::Sub if self.broadcast.inner.is_empty() => Padded::Zeros,
             // What is repeated over a dim has no zeros at its end; 0/0.
             Zip::Add | Zip::Sub | Zip::Second | Zip::Greater | Zip::Div => Padded::Refused,
         }
@@ -325,7 +326,7 @@ impl Op for Zipped {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, y) = (inputs[0], inputs[1]);
-        let fits = self.beside.repeated().next().is_some() || x.shape() == y.shape();
+        let fits = self.broadcast.repeated().next().is_some() || x.shape() == y.shape();
         cx.require(
             fits,
             || "the dims of y must be those of x, or its trailing ones, or have extent 1".to_owned(),
@@ -339,19 +340,19 @@ impl Op for Zipped {
             Zip::Keep | Zip::Drop => cx.save_input(1)?,
             Zip::Add | Zip::Sub | Zip::Second | Zip::Greater => {}
         }
-        self.beside.zip(self.f, x, y)
+        self.broadcast.zip(self.f, x, y)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let dy = match self.y_grad(cx, &grad)? {
-            Some(dy) => self.beside.sum(cx, dy)?,
+            Some(dy) => self.broadcast.sum(cx, dy)?,
             None => None,
         };
         let dx = match self.f {
             _ if !cx.needs(0) => None,
             Zip::Add | Zip::Sub => Some(grad),
-            Zip::Mul | Zip::Div => Some(self.beside.zip(self.f, &grad, &cx.saved(1)?)?),
-            Zip::Keep | Zip::Drop => Some(self.beside.zip(self.f, &grad, &cx.saved(0)?)?),
+            Zip::Mul | Zip::Div => Some(self.broadcast.zip(self.f, &grad, &cx.saved(1)?)?),
+            Zip::Keep | Zip::Drop => Some(self.broadcast.zip(self.f, &grad, &cx.saved(0)?)?),
             // x gives its dims alone.
             Zip::Second | Zip::Greater => Some(Tensor::zeros(grad.device(), grad.dtype(), grad.shape())?),
         };
