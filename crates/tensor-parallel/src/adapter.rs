@@ -80,7 +80,8 @@ impl LowRank {
             Some(adapter) => delta(adapter)?.unsqueeze(dim),
             None => {
                 let zeros = Tensor::zeros(tape.device(), y.tensor().dtype(), y.shape().with(dim, 1))?;
-                Ok(tape.constant(zeros, y.types()))
+                let zeros = tape.constant(zeros, y.types());
+                y.padding().iter().try_fold(zeros, |zeros, (axis, extent)| zeros.padded(axis, extent))
             }
         };
         (1..count).try_fold(part(0)?, |all, index| all.concat(&part(index)?, dim))

@@ -157,10 +157,18 @@ impl Architecture {
     /// # Errors
     /// Sizes that no model has.
     pub fn parameters(&self) -> Result<Vec<ParamSpec>, Error> {
+        self.parameters_on(&Mesh::default())
+    }
+
+    /// The same as they are placed on a mesh.
+    ///
+    /// # Errors
+    /// Sizes that no model has, or that the mesh cannot cut.
+    pub fn parameters_on(&self, mesh: &Mesh) -> Result<Vec<ParamSpec>, Error> {
         let model = self.model();
         let mut all = Declarations::new();
         let whole = StageSpec { layers: 0..model.num_layers(), first: true, last: true };
-        model.stage(&mut all, &Mesh::default(), &whole)?;
+        model.stage(&mut all, mesh, &whole)?;
         let is_there =
             |spec: &&ParamSpec| spec.role != Role::Buffer || !layout::parts(self, &spec.name, spec.dims).is_empty();
         Ok(all.specs().iter().filter(is_there).cloned().collect())

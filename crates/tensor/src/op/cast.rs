@@ -46,6 +46,9 @@ impl Op for Cast {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![cx.needs(0).then(|| grad.cast(self.from)).transpose()?])
+        // The gradient of an operand that was rounded for a product in a model of f32 is in f32.
+        let is_operand = self.from.is_half() && !cx.tape().params().declarations().dtype().is_half();
+        let dtype = if is_operand { self.to } else { self.from };
+        Ok(vec![cx.needs(0).then(|| grad.cast(dtype)).transpose()?])
     }
 }

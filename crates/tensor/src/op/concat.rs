@@ -32,7 +32,7 @@ impl Var {
 }
 
 impl Op for Concat {
-    stated! { "concat": x, y; only_moves }
+    stated! { "concat": x, y; only_moves, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let types = rules::add(self.name(), operands[0], operands[1])?;

@@ -43,6 +43,10 @@ impl Var {
             return Ok(self.clone());
         }
         let op = factors.name();
+        let (dtype, stored) = (self.tensor().dtype(), self.tape().params().declarations().dtype());
+        if dtype.is_half() && !stored.is_half() {
+            return self.cast(stored)?.times_drawn(factors, p, name); // it was rounded for a product
+        }
         require_whole(op, &[self])?;
         let (offset, global) = self.global_position();
         let (shape, mut local) = (self.shape(), [1; MAX_DIMS]);

@@ -74,10 +74,11 @@ impl ParamSpec {
     pub fn require_whole_blocks(&self, mesh: &Mesh) -> Result<()> {
         let Some(Per::Block(block)) = self.packed.map(|values| values.per()) else { return Ok(()) };
         // A slice consists of runs, one for each index of the dims in front of the innermost one that is cut.
-        let degree = |dim: usize| -> usize {
-            let cuts = self.placement.shards().iter().filter(|&&(axis, cut)| cut == dim && mesh.has(axis));
-            cuts.map(|&(axis, _)| mesh.degree(axis)).product()
+        let cuts = |dim: usize| {
+            let shards = self.placement.shards().iter().filter(move |(_, cut)| *cut == dim);
+            shards.map(|&(axis, _)| (axis, mesh.degree(axis))).filter(|(_, degree)| *degree > 1)
         };
+        let degree = |dim: usize| -> usize { cuts(dim).map(|(_, degree)| degree).product() };
         let Some(dim) = (0..self.dims.len()).rev().find(|&dim| degree(dim) > 1) else { return Ok(()) };
         let inner: usize = self.dims[dim + 1..].iter().product();
         let outer: usize = self.dims[..dim].iter().product();
@@ -87,8 +88,7 @@ impl ParamSpec {
         if held.is_multiple_of(block) && whole.is_multiple_of(block) {
             return Ok(());
         }
-        let shards = self.placement.shards().iter().filter(|&&(axis, cut)| cut == dim && mesh.has(axis));
-        let cuts: Vec<String> = shards.map(|&(axis, _)| format!("{axis}={}", mesh.degree(axis))).collect();
+        let cuts: Vec<String> = cuts(dim).map(|(axis, degree)| format!("{axis}={degree}")).collect();
         let fits = |size: &usize| held.is_multiple_of(*size) && whole.is_multiple_of(*size);
         let largest = (1..=block).rev().find(fits).unwrap_or(1);
         Err(Error::Declaration {

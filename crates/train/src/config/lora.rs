@@ -82,7 +82,10 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         Err(Error::Model(meshwork_tensor::Error::Declaration { name, problem, valid })) => {
             settings.fault(RANK, lora.rank, format!("{name}: {problem}"), valid);
         }
-        Ok(Some(adapters)) => check_blocks(config, &adapters, settings),
+        Ok(Some(adapters)) => {
+            check_blocks(config, &adapters, settings);
+            check_sequence_block(config, &adapters, settings);
+        }
         _ => {} // sizes that no model has are faults of their own
     }
 }
@@ -90,7 +93,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
 /// Adds the fault of blocks that the mesh cuts.
 fn check_blocks(config: &Config, adapters: &Adapters, settings: &mut Settings) {
     let keys = [BLOCK, "parallelism.tp", "parallelism.ep", "parallelism.dp", "parallelism.cp", "parallelism.pp"];
-    let (Ok(mesh), Ok(mut specs)) = (config.mesh(), config.architecture().parameters()) else { return };
+    let Ok(mesh) = config.mesh() else { return };
+    let Ok(mut specs) = config.architecture().parameters_on(&mesh) else { return };
     if !settings.sound(&keys) {
         return;
     }
@@ -106,6 +110,21 @@ fn check_blocks(config: &Config, adapters: &Adapters, settings: &mut Settings) {
         let fits = (1..=size).rev().find(|&size| cut_by(size).is_none()).unwrap_or(1);
         settings.fault(BLOCK, size, format!("{name}: {problem}"), format!("use {fits}, or other degrees"));
     }
+}
+
+/// Adds the fault of networks by blocks of the sequence whose adapters need all of it.
+fn check_sequence_block(config: &Config, adapters: &Adapters, settings: &mut Settings) {
+    const KEY: &str = "memory.sequence_block";
+    let by_blocks = (1..config.model.seq_len).contains(&config.memory.sequence_block);
+    let cut = config.parallelism.sequence_parallel && config.parallelism.tp > 1;
+    let of_networks = adapters.of.keys().any(|weight| weight.contains(".mlp."));
+    let refused = by_blocks && cut && of_networks && config.reduction_blocks().is_some();
+    settings.require(&[KEY, RANK], !refused, || {
+        let problem =
+            "in canonical numerics an adapter computes on whole sequences where sequence parallelism cuts them";
+        let valid = "use 0, parallelism.sequence_parallel = false, or lora.targets without the networks of layers";
+        Fault::new(KEY, config.memory.sequence_block, problem, valid)
+    });
 }
 
 /// The fault of an adapter that was trained on other weights than those of `model.init_from`. Reads all of them.

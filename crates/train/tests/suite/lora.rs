@@ -209,6 +209,11 @@ fn what_a_model_has_no_adapter_for_is_refused_with_what_is_valid() {
             "a rank of 17 is none of a matrix of [4, 4] outputs and [16] inputs; use a rank of 1 to 16",
         ),
         ("--set model.freeze=embedding", "model.freeze = embedding: all of the model is frozen beside its adapters"),
+        (
+            "--set parallelism.tp=2 --set parallelism.sequence_parallel=true --set training.numerics=canonical \
+             --set model.seq_len=8 --set memory.sequence_block=4",
+            "memory.sequence_block = 4: in canonical numerics an adapter computes on whole sequences where sequence",
+        ),
     ] {
         let refused = parse(&line("llama_scaled", &format!("--set lora.rank=2 {more}"))).unwrap_err();
         assert!(refused.contains(told), "{more}: {refused}");

@@ -174,6 +174,7 @@ pub fn folder() -> &'static PathBuf {
             ("pairs.jsonl", pairs.as_bytes()),
             ("indexed.bin", &tokens[..]),
             ("indexed.idx", &index[..]),
+            ("chat.jinja", b"{% for message in messages %}{{ message.content }}{% endfor %}"),
         ] {
             fs::write(folder.join(name), content).expect("a file of tokens");
         }

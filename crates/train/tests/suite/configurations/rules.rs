@@ -101,6 +101,21 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(case.get("lora.init_from").is_some(), "no folder of PEFT");
         let exported = case.get("lora.export") == Some("adapter") && case.get("checkpoint.export").is_some();
         rule(exported && case.get("model.init_from").is_none(), "an adapter of no model");
+        let by_blocks = (1..seq_len).contains(&count(case, "memory.sequence_block", 0));
+        let cut = tp > 1 && case.read("parallelism.sequence_parallel").unwrap_or(false);
+        let all = case.get("lora.targets").is_none_or(|targets| targets == "all-linear");
+        rule(by_blocks && cut && all && is_canonical(case), "an adapter needs the whole of a sequence that tp cuts");
+        let (ep, experts) = (count(case, "parallelism.ep", 1), count(case, "moe.num_experts", 0));
+        let quantised = matches!(case.get("lora.quantization"), Some("int8" | "nf4"));
+        let width = match count(case, "moe.expert_hidden_size", 0) {
+            0 => ffn,
+            width => width,
+        };
+        let held = experts / ep.max(1) * hidden * width;
+        rule(
+            quantised && ep > 1 && !divides(count(case, "lora.block_size", 64), held),
+            "experts over ep in whole blocks",
+        );
     }
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");
