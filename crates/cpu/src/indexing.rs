@@ -2,7 +2,7 @@ use super::kernels::indexing;
 use super::prelude::*;
 use meshwork_tensor::kernel::{Indexing, Picks};
 
-/// The indices, all of which lie in the dim.
+/// Reads the indices, and refuses one that is outside of the dim.
 fn checked(index: &Buffer, picks: Picks) -> Result<&[i32]> {
     let index = index.as_slice::<i32>()?;
     match indexing::outside(index, picks.extent) {

@@ -3,7 +3,7 @@
 
 use meshwork_core::{Buffer, DType, bf16, f16};
 use meshwork_tensor::kernel::{
-    AttentionMasks, AttentionShape, DropoutMask, Gemm, GroupedShape, Pattern, Rotary, TableGrad, VocabShard,
+    AttentionMasks, AttentionShape, DropoutMask, Gemm, GroupedShape, Rotary, TableGrad, VocabShard,
 };
 use meshwork_tensor::random::{fill_normal, key};
 use meshwork_tensor::tape::RowBlocks;
@@ -59,17 +59,7 @@ const BLOCKS: RowBlocks = RowBlocks { samples: 1, slices: 1 };
 
 const HEADS: AttentionShape = AttentionShape { batch: 2, seq: 19, heads: 4, head_dim: 8 };
 
-const MASKS: AttentionMasks<'static> = AttentionMasks {
-    pattern: Pattern::Causal,
-    dropout: None,
-    documents: None,
-    window: None,
-    lengths: None,
-    runs: None,
-    cap: None,
-    slopes: None,
-    bias: None,
-};
+const MASKS: AttentionMasks<'static> = AttentionMasks::CAUSAL;
 
 fn grouped(rotary: Option<Rotary>) -> GroupedShape {
     GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..GroupedShape::alone(HEADS) }

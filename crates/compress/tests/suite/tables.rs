@@ -232,7 +232,7 @@ fn the_numbers_of_nf4_are_quantiles() {
     for (number, wanted) in numbers.iter().zip(&wanted) {
         assert!((f64::from(*number) - wanted).abs() < 1e-6, "{numbers:?} and {wanted:?}");
     }
-    // The paper's own digits, of which the ends and zero are exact.
+    // The table in the paper: -1, 0 and 1 are exact, the others have these digits.
     assert_eq!([numbers[0], numbers[7], numbers[15]], [-1.0, 0.0, 1.0]);
     assert_eq!([numbers[1], numbers[8], numbers[14]], [-0.696_192_8, 0.079_580_3, 0.722_956_84]);
 }

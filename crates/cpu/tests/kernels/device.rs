@@ -4,7 +4,7 @@ use super::oracle::values;
 use meshwork_compress::{Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::{Buffer, DType};
 use meshwork_cpu::Cpu;
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, Pattern};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape};
 use meshwork_tensor::{Device, Error, Precision, Result};
 
 /// The error states the purpose of the memory and its current holders, and a failed allocation is not counted.
@@ -36,17 +36,7 @@ fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
     assert_eq!(cpu.system_allocations(), 2);
 }
 
-const NONE: AttentionMasks<'static> = AttentionMasks {
-    pattern: Pattern::Causal,
-    dropout: None,
-    documents: None,
-    window: None,
-    lengths: None,
-    runs: None,
-    cap: None,
-    slopes: None,
-    bias: None,
-};
+const NONE: AttentionMasks<'static> = AttentionMasks::CAUSAL;
 
 /// Both directions compute in the precision of the device, the gradient from the same saved results.
 #[test]

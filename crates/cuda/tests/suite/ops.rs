@@ -421,8 +421,8 @@ fn grouped_attention_has_the_cpus_bits() {
     }
 }
 
-/// Keys of another sequence, of which lengths hide some; in both directions, with slopes, a cap, a window and dropout;
-/// and a bias of pairs with its gradient. Tensor cores have no kernels for these.
+/// Cross attention with padded keys, bidirectional attention with slopes, a cap, a window and dropout, and a bias of
+/// pairs with its gradient. The kernels for tensor cores have none of these.
 #[test]
 fn attention_of_every_pattern_has_the_cpus_bits() {
     if level() < Level::Avx2 {

@@ -277,7 +277,7 @@ fn a_prediction_ends_where_its_row_does() {
     assert_eq!(error, "predict: 5 numbers of a row that has 4 (shapes [[8, 4]])");
 }
 
-/// The output for a whole batch, of which each rank of dp has its own samples: that of one rank, row by row.
+/// Each rank of dp passes its own samples, and gets the rows that one rank predicts for the whole batch.
 #[test]
 fn a_whole_batch_is_predicted_by_the_ranks_that_share_it() {
     let model = tower(2);

@@ -219,6 +219,21 @@ pub struct AttentionMasks<'a> {
     pub bias: Option<&'a Buffer>,
 }
 
+impl AttentionMasks<'static> {
+    /// Causal attention over whole sequences, without dropout: the default.
+    pub const CAUSAL: Self = Self {
+        pattern: Pattern::Causal,
+        dropout: None,
+        documents: None,
+        window: None,
+        lengths: None,
+        runs: None,
+        cap: None,
+        slopes: None,
+        bias: None,
+    };
+}
+
 impl AttentionMasks<'_> {
     /// The tokens that the queries are, in runs.
     pub fn runs(&self, shape: GroupedShape) -> Vec<Range<usize>> {

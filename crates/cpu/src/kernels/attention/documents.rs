@@ -93,7 +93,8 @@ impl Packing {
     }
 }
 
-/// Pairs of one of these queries and one of these keys, by their tokens, that count in one head, over so many samples.
+/// The number of (query, key) pairs that the masks keep in one head, summed over the samples. `queries` and `keys` are
+/// ranges of tokens.
 pub fn pairs(
     samples: usize,
     packing: Option<&Packing>,

@@ -112,7 +112,7 @@ fn run<T: Tiled>(tiles: Tiles<T>, d: Dims, shown: &Shown, [q, kv, dout, bias]: [
     [out, lse, dq, dkv, dbias]
 }
 
-/// `[batch, seq, heads, head_dim]` over so many keys.
+/// Queries of this shape, `[batch, seq, heads, head_dim]`, over `keys` keys.
 fn over(shape: [usize; 4], keys: usize) -> Dims {
     let sequence = shape[1].max(keys);
     Dims { keys: Keys { count: keys, first_query: 0, first: 0, sequence }, ..Dims::new(shape) }
