@@ -9,8 +9,8 @@ use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StateSource, StepReport, TrainError, Trainer,
-    Verify, WholeState, dry_run,
+    AtCuts, Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StateSource,
+    StepReport, TrainError, Trainer, Verify, WholeState, dry_run,
 };
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -23,6 +23,7 @@ use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_tensor::Shape;
 use meshwork_tensor::op::Order;
 use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::tape::HalfType;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -276,6 +277,36 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
                 }
             }
         }
+    }
+}
+
+/// The samples of a block go to the experts of ep in chunks, the last of which comes first in backward. Of a gradient
+/// of 16 bits its sum overwrote the sums of the others.
+#[test]
+fn blocks_keep_the_gradients_of_all_chunks_of_ep() {
+    let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: true, loss_scale: LossScale::Fixed(1.0) });
+    for mesh in ["dp=2,ep=2", "dp=2,cp=2,ep=4"] {
+        let weights = |block, rate| {
+            let context = cut(Order::default(), 1).filter(|_| mesh.contains("cp"));
+            let model: Arc<dyn Model> =
+                Arc::new(gpt2(RouterKind::Switch).context_parallel(context).sequence_block(block));
+            let lr = LrSchedule { base: rate, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 };
+            let (optimizer, max_norm) = (Sgd { momentum: 0.0, weight_decay: 0.0 }.into(), 0.0);
+            let plan =
+                Plan { optimizer, lr, max_norm, mixed, num_microbatches: Some(1), ..plan(mesh, Compress::default()) };
+            train_plan(&model, &plan, AtCuts::AsTrained).2
+        };
+        let (before, whole, in_blocks) = (weights(0, 0.0), weights(0, 1e-3), weights(4, 1e-3));
+        let mut compared = 0;
+        for (key, start) in before.iter().filter(|(key, _)| format!("{key:?}").contains("experts")) {
+            let far = |from: &[f32], to: &[f32]| {
+                from.iter().zip(to).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
+            };
+            let (off, update) = (far(&in_blocks[key], &whole[key]), far(&whole[key], start));
+            assert!(update > 0.0 && off < 0.05 * update, "{mesh}, {key:?}: {off:.1e} of {update:.1e}");
+            compared += 1;
+        }
+        assert_eq!(compared, 8, "{mesh}");
     }
 }
 

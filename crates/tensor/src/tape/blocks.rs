@@ -301,37 +301,51 @@ struct Shares<'a> {
     sink: &'a mut dyn GradSink,
     tape: &'a Tape,
     uses: &'a Uses,
-    /// By parameter, first sample and first copy.
-    sums: BTreeMap<(ParamId, u64, usize), Sum>,
+    sums: BTreeMap<Key, Sum>,
 }
+
+/// A parameter, and in canonical numerics the first sample and the first copy.
+type Key = (ParamId, Option<(u64, usize)>);
 
 enum Sum {
     /// The sink has no memory for it.
     Passed,
     /// In the sink's memory; and whether the next share overwrites what is there.
     There(bool),
-    /// Here; and whether it overwrites what the sink has.
-    Here(GradShard, Buffer, bool),
+    /// Here.
+    Here(GradShard, Buffer),
 }
 
 impl Shares<'_> {
+    /// In fast numerics a parameter has one sum, also where the samples come in chunks.
+    fn key(&self, share: &GradShard) -> Key {
+        let part = self.tape.reduction_blocks().map(|_| (share.samples.start, share.copies.start));
+        (share.id, part)
+    }
+
     fn sum(&mut self, share: &GradShard) -> Result<&mut Sum> {
-        let (tape, GradShard { id, samples, copies, .. }) = (self.tape, share);
-        match self.sums.entry((*id, samples.start, copies.start)) {
+        let (tape, key, GradShard { id, copies, .. }) = (self.tape, self.key(share), share);
+        match self.sums.entry(key) {
             Entry::Occupied(sum) => Ok(sum.into_mut()),
             Entry::Vacant(place) => {
-                let here = |first| {
-                    let params = tape.params();
-                    let (dtype, count) = (params.declarations().stored_dtype(*id), params.shape(*id).count());
+                let params = tape.params();
+                let (dtype, count) =
+                    (params.declarations().stored_dtype(*id), copies.len() * params.shape(*id).count());
+                let here = || {
                     let dtype = if dtype.is_half() { DType::F32 } else { dtype };
-                    let zeros = Tensor::zeros(tape.device(), dtype, [copies.len() * count])?.into_buffer();
-                    Ok::<_, Error>(Sum::Here(share.clone(), zeros, first))
+                    let zeros = Tensor::zeros(tape.device(), dtype, [count])?.into_buffer();
+                    Ok::<_, Error>(Sum::Here(share.clone(), zeros))
                 };
                 let sum = match tape.reduction_blocks() {
-                    Some(_) => here(false)?,
+                    Some(_) => here()?,
                     None => match self.sink.place(share)? {
                         None => Sum::Passed,
-                        Some(slot) if slot.buffer.dtype().is_half() => here(slot.first)?,
+                        Some(GradSlot { buffer, start, first }) if buffer.dtype().is_half() => {
+                            if first {
+                                tape.device().optim()?.zero(buffer, start..start + count)?;
+                            }
+                            here()?
+                        }
                         Some(slot) => Sum::There(slot.first),
                     },
                 };
@@ -344,17 +358,13 @@ impl Shares<'_> {
     fn finish(&mut self) -> Result<()> {
         let (tape, uses) = (self.tape, self.uses);
         for sum in std::mem::take(&mut self.sums).into_values() {
-            let Sum::Here(mut share, sum, first) = sum else { continue };
+            let Sum::Here(mut share, sum) = sum else { continue };
             if tape.reduction_blocks().is_some() {
                 let (id, of) = (share.id, share.of);
                 uses.require_alike("in_blocks", id, of)?;
                 let before = uses.index(id) * of;
                 share.copies = before + share.copies.start..before + share.copies.end;
                 share.of = uses.count(id) * of;
-            }
-            let slot = if first { self.sink.place(&share)? } else { None };
-            if let Some(GradSlot { buffer, start, .. }) = slot {
-                tape.device().optim()?.zero(buffer, start..start + sum.count())?;
             }
             let count = sum.count();
             self.sink.accumulate(&share, Tensor::from_buffer(tape.device(), sum, [count])?)?;
@@ -378,10 +388,10 @@ impl GradSink for Shares<'_> {
 
     fn place(&mut self, share: &GradShard) -> Result<Option<GradSlot<'_>>> {
         self.sum(share)?;
-        let GradShard { id, samples, copies, .. } = share;
-        match self.sums.get_mut(&(*id, samples.start, copies.start)) {
+        let key = self.key(share);
+        match self.sums.get_mut(&key) {
             None | Some(Sum::Passed) => Ok(None),
-            Some(Sum::Here(_, sum, _)) => Ok(Some(GradSlot { buffer: sum, start: 0, first: false })),
+            Some(Sum::Here(_, sum)) => Ok(Some(GradSlot { buffer: sum, start: 0, first: false })),
             Some(Sum::There(first)) => {
                 let first = std::mem::take(first);
                 Ok(self.sink.place(share)?.map(|slot| GradSlot { first, ..slot }))
