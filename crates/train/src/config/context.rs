@@ -30,9 +30,19 @@ impl Config {
             window: Some(model.sliding_window).filter(|&window| window > 0),
             zigzag: mesh.context_parallel_order != ContextOrder::Contiguous
                 && self.training.numerics == "fast"
-                && model.dropout == 0.0,
+                && self.dropout().is_none(),
             documents: self.data.documents == "attention",
         }
+    }
+}
+
+impl Config {
+    /// The key of a dropout of activations, if there is one. Its draws are functions of the place in the sequence.
+    pub(super) fn dropout(&self) -> Option<&'static str> {
+        let of_adapters = self.lora.rank > 0 && self.lora.dropout > 0.0;
+        [(self.model.dropout > 0.0, "model.dropout"), (of_adapters, "lora.dropout")]
+            .into_iter()
+            .find_map(|(drops, key)| drops.then_some(key))
     }
 }
 
@@ -100,14 +110,14 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         format!("cuts {length} = {seq_len} into {parts} parts"),
         format!("use at most {}, or {length} of {parts} or more", (seq_len * cp / parts.max(1)).max(1)),
     );
+    let dropout = config.dropout().filter(|_| !seq_len.is_multiple_of(parts));
+    let key = dropout.unwrap_or("model.dropout");
     refuse(
         settings,
-        &[length, tp, "model.dropout"],
-        model.dropout > 0.0 && !seq_len.is_multiple_of(parts),
-        format!(
-            "does not divide {length} = {seq_len} into {parts} equal parts, and model.dropout draws for each place"
-        ),
-        format!("use {length} = {}, or model.dropout = 0", seq_len.next_multiple_of(parts)),
+        &[length, tp, key],
+        dropout.is_some(),
+        format!("does not divide {length} = {seq_len} into {parts} equal parts, and {key} draws for each place"),
+        format!("use {length} = {}, or {key} = 0", seq_len.next_multiple_of(parts)),
     );
     refuse(
         settings,

@@ -17,6 +17,7 @@ use toml::Value;
 const INIT_FROM: &str = "lora.init_from";
 const TARGETS: &str = "lora.targets";
 const RANK: &str = "lora.rank";
+const DROPOUT: &str = "lora.dropout";
 const EXPORT: &str = "lora.export";
 const BLOCK: &str = "lora.block_size";
 
@@ -112,19 +113,29 @@ fn check_blocks(config: &Config, adapters: &Adapters, settings: &mut Settings) {
     }
 }
 
-/// Adds the fault of networks by blocks of the sequence whose adapters need all of it.
+/// Adds the fault of networks by blocks of a cut sequence, where an adapter has only the tokens of such blocks: in
+/// canonical numerics it needs all of them, and its dropout their positions.
 fn check_sequence_block(config: &Config, adapters: &Adapters, settings: &mut Settings) {
     const KEY: &str = "memory.sequence_block";
     let by_blocks = (1..config.model.seq_len).contains(&config.memory.sequence_block);
-    let cut = config.parallelism.sequence_parallel && config.parallelism.tp > 1;
     let of_networks = adapters.of.keys().any(|weight| weight.contains(".mlp."));
-    let refused = by_blocks && cut && of_networks && config.reduction_blocks().is_some();
-    settings.require(&[KEY, RANK], !refused, || {
-        let problem =
-            "in canonical numerics an adapter computes on whole sequences where sequence parallelism cuts them";
-        let valid = "use 0, parallelism.sequence_parallel = false, or lora.targets without the networks of layers";
-        Fault::new(KEY, config.memory.sequence_block, problem, valid)
-    });
+    if !(by_blocks && config.parallelism.sequence_parallel && of_networks) {
+        return;
+    }
+    // One rank of canonical numerics computes as several do.
+    let canonical = config.reduction_blocks().is_some();
+    let drops = config.parallelism.tp > 1 && config.lora.dropout > 0.0;
+    let refuses = [
+        (canonical, RANK, "in canonical numerics an adapter computes on whole sequences"),
+        (drops, DROPOUT, "dropout of an adapter's features needs their positions in the sequence"),
+    ];
+    for (refused, key, why) in refuses {
+        settings.require(&[KEY, key], !refused, || {
+            let problem = format!("{why}, which sequence parallelism cuts");
+            let valid = "use 0, parallelism.sequence_parallel = false, or lora.targets without the networks of layers";
+            Fault::new(KEY, config.memory.sequence_block, problem, valid)
+        });
+    }
 }
 
 /// The fault of an adapter that was trained on other weights than those of `model.init_from`. Reads all of them.

@@ -151,8 +151,8 @@ pub(crate) fn fault(config: &Config) -> Option<Fault> {
     }
     let (run, predicted) = match (predict_all(config), predict_all(&other)) {
         (Ok(run), Ok(predicted)) => (run, predicted),
-        (_, Err(error)) => return of_mesh(format!("no such step: {error}"), "use another mesh"),
         (Err(_), _) => return None, // told elsewhere
+        (_, Err(error)) => return of_mesh(format!("no such step: {error}"), "use another mesh"),
     };
     let limit = config.memory.limit()?;
     let held = run.iter().map(|equal| equal.each.model_bytes).max().unwrap_or(0);

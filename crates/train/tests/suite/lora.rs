@@ -210,9 +210,19 @@ fn what_a_model_has_no_adapter_for_is_refused_with_what_is_valid() {
         ),
         ("--set model.freeze=embedding", "model.freeze = embedding: all of the model is frozen beside its adapters"),
         (
-            "--set parallelism.tp=2 --set parallelism.sequence_parallel=true --set training.numerics=canonical \
+            "--set parallelism.sequence_parallel=true --set training.numerics=canonical --set model.seq_len=8 \
+             --set memory.sequence_block=4",
+            "memory.sequence_block = 4: in canonical numerics an adapter computes on whole sequences, which sequence",
+        ),
+        (
+            "--set parallelism.tp=2 --set parallelism.sequence_parallel=true --set lora.dropout=0.1 \
              --set model.seq_len=8 --set memory.sequence_block=4",
-            "memory.sequence_block = 4: in canonical numerics an adapter computes on whole sequences where sequence",
+            "memory.sequence_block = 4: dropout of an adapter's features needs their positions in the sequence, which",
+        ),
+        (
+            "--set parallelism.cp=3 --set parallelism.context_parallel_method=ring --set lora.dropout=0.1 \
+             --set model.seq_len=8",
+            "parallelism.cp = 3: does not divide model.seq_len = 8 into 3 equal parts, and lora.dropout draws for each",
         ),
     ] {
         let refused = parse(&line("llama_scaled", &format!("--set lora.rank=2 {more}"))).unwrap_err();

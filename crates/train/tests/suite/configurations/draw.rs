@@ -602,7 +602,7 @@ impl Frame {
             },
             "parallelism.zero_group" => match self.dp {
                 1 => rarely(rng, 40).then(|| "2".to_owned()),
-                dp => rarely(rng, 6).then(|| (dp / 2).max(1).to_string()),
+                dp => rarely(rng, 12).then(|| (dp / 2).max(1).to_string()),
             },
             "parallelism.sequence_parallel" => one_of(rng, &["true", "false"]),
             "pipeline.schedule" => match self.schedule {
@@ -730,7 +730,10 @@ impl Frame {
             "optimizer.block_size" => one_of(rng, &["1", "7", "64"]),
             "lr_scheduler.warmup_steps" => one_of(rng, &["0", "1", "5"]),
             "lr_scheduler.decay" => one_of(rng, &["none", "linear", "cosine"]),
-            "lr_scheduler.decay_steps" => one_of(rng, &["1", "4", "10"]).filter(|_| rng.below(2) == 0),
+            "lr_scheduler.decay_steps" => match rng.below(60) {
+                0 => some(&1), // often before the rate is warm
+                _ => one_of(rng, &["6", "10"]).filter(|_| rng.below(2) == 0),
+            },
             "lr_scheduler.min_lr_factor" => one_of(rng, &["0", "0.1", "1"]),
             "data.path" => match self.data {
                 Data::Cicero => None,
@@ -768,7 +771,7 @@ impl Frame {
             "data.token_type" => one_of(rng, &["auto", "u16"]),
             // A file of tokens needs an id that ends a document.
             "data.documents" => match rng.below(3) {
-                0 | 1 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,
+                0 | 1 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 20) => None,
                 0 | 1 => one_of(rng, &["stream", "loss", "positions", "attention"]),
                 _ => None,
             },
@@ -785,14 +788,17 @@ impl Frame {
                 0 if self.data != Data::Cicero => some(&0.002),
                 _ => one_of(rng, &["0", "0.1", "0.5"]),
             },
-            "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
+            "memory.recompute" => match rng.below(60) {
+                0 => some(&99), // more layers than there are
+                _ => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1"]),
+            },
             "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
             "memory.sequence_block" => rarely(rng, 3).then(|| rng.pick(&["1", "3", "100"]).to_owned()),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
             "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "samples", "all"]),
             // Beside the data there is a folder; a file is none.
-            "memory.offload_dir" => match rng.below(10) {
+            "memory.offload_dir" => match rng.below(40) {
                 0 => None,
                 _ => Some(path("")),
             },
@@ -825,9 +831,9 @@ impl Frame {
             "checkpoint.best" => one_of(rng, &["true", "false"]),
             "checkpoint.every" => one_of(rng, &["0", "1", "2"]),
             "checkpoint.keep" => one_of(rng, &["1", "3"]),
-            "checkpoint.resume" => match rng.below(20) {
+            "checkpoint.resume" => match rng.below(60) {
                 0 => some(&true),
-                1..5 => some(&false),
+                1..15 => some(&false),
                 _ => None,
             },
             "checkpoint.permit" => match rng.below(60) {
@@ -873,7 +879,7 @@ impl Frame {
                     some(&rng.pick(&["none", "quant:8", "fp8:e4m3/row", "sign", "topk:0.5+bf16", "quant:4/stochastic"]))
                 }
             },
-            "compress.share_indices" => match rng.below(40) {
+            "compress.share_indices" => match rng.below(100) {
                 0 => some(&"true"), // seldom with two schemes that fit
                 1 => some(&"false"),
                 _ => None,
@@ -885,11 +891,11 @@ impl Frame {
                 _ => None,
             },
             "compress.aqsgd_samples" => rarely(rng, 30).then(|| "5000".to_owned()),
-            "compress.virtual_cuts" => match rng.below(20) {
+            "compress.virtual_cuts" => match rng.below(60) {
                 0 => some(&rng.pick(&["[2, 1]", "[0, 77]"])),
                 1 if !self.canonical => some(&"[1]"),
                 1 => some(&"none"),
-                2..20 if self.lossy && (self.canonical || rng.below(2) == 0) => {
+                2..60 if self.lossy && (self.canonical || rng.below(2) == 0) => {
                     some(&format!("{:?}", (0..=self.layers).collect::<Vec<_>>()))
                 }
                 _ => None,

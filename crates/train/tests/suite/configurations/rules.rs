@@ -102,9 +102,13 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         let exported = case.get("lora.export") == Some("adapter") && case.get("checkpoint.export").is_some();
         rule(exported && case.get("model.init_from").is_none(), "an adapter of no model");
         let by_blocks = (1..seq_len).contains(&count(case, "memory.sequence_block", 0));
-        let cut = tp > 1 && case.read("parallelism.sequence_parallel").unwrap_or(false);
-        let all = case.get("lora.targets").is_none_or(|targets| targets == "all-linear");
-        rule(by_blocks && cut && all && is_canonical(case), "an adapter needs the whole of a sequence that tp cuts");
+        let cuts = case.read("parallelism.sequence_parallel").unwrap_or(false);
+        // Networks have no adapters where there are experts.
+        let all = case.get("lora.targets").is_none_or(|targets| targets == "all-linear")
+            && count(case, "moe.num_experts", 0) == 0;
+        let drops = tp > 1 && case.read::<f32>("lora.dropout").is_some_and(|p| p > 0.0);
+        let needs_all = is_canonical(case) || drops;
+        rule(by_blocks && cuts && all && needs_all, "an adapter needs the whole of a sequence that tp cuts");
         let (ep, experts) = (count(case, "parallelism.ep", 1), count(case, "moe.num_experts", 0));
         let quantised = matches!(case.get("lora.quantization"), Some("int8" | "nf4"));
         let width = match count(case, "moe.expert_hidden_size", 0) {
@@ -128,7 +132,8 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     if cp > 1 || shares.is_some() {
         let parts = if sequence_parallel { cp * tp } else { cp };
         rule(parts > seq_len, "a part without tokens");
-        let drops = case.read::<f64>("model.dropout").unwrap_or(0.0) > 0.0;
+        let drops = |key| case.read::<f64>(key).unwrap_or(0.0) > 0.0;
+        let drops = drops("model.dropout") || case.get("lora.rank").is_some() && drops("lora.dropout");
         rule(drops && !divides(parts, seq_len), "other places are drawn for");
         if is_canonical(case) {
             let blocks = count(case, "numerics.reduction_blocks", 8);

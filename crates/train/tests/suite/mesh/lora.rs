@@ -92,6 +92,18 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
 }
 
 /// With other features that change where weights, gradients, states and activations are.
+/// Cut in a zigzag, as sequences without dropout are, a sequence drew for other places than on one rank.
+#[test]
+fn dropout_of_adapters_draws_for_the_same_places_over_cp() {
+    let more = format!("{SGD}{LORA}dropout = 0.3\n");
+    let alone = step(&Case::alone(&LLAMA), &more);
+    for method in ["all_gather", "ring", "hybrid"] {
+        let over = format!("[parallelism]\ncp = 2\ncontext_parallel_method = '{method}'\n");
+        let config = Config::from_toml(&Case::alone(&LLAMA).text(&more).replace("[parallelism]\n", &over)).unwrap();
+        assert_parity(method, &step_from(method, &config, &LLAMA.data(), begin), &alone);
+    }
+}
+
 #[test]
 fn adapters_go_with_the_other_features() {
     let case = Case { micros: 2, ..Case::of_1f1b(&LLAMA, (2, 2, 2), true, 2) };
