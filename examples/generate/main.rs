@@ -29,7 +29,11 @@ fn main() -> ExitCode {
         };
     let leads = trained.config.leads();
     trained.config.notices.iter().filter(|_| leads).for_each(|notice| tell(&format_args!("note: {notice}")));
-    let prompt = match trained.encode_with(&options.prompt, options.special_tokens) {
+    let encoded = match options.chat {
+        true => trained.encode_chat(&options.prompt, options.system.as_deref()),
+        false => trained.encode_with(&options.prompt, options.special_tokens),
+    };
+    let prompt = match encoded {
         Ok(prompt) => prompt,
         Err(fault) => return fail(BAD_INPUT, &fault),
     };
@@ -42,7 +46,7 @@ fn main() -> ExitCode {
         }
     });
 
-    let mut shown = if leads { show(&options.prompt) } else { ExitCode::SUCCESS };
+    let mut shown = if leads && !options.chat { show(&options.prompt) } else { ExitCode::SUCCESS };
     let mut stream = TextStream::new(&trained, &prompt);
     let done = continue_text(&trained, &prompt, options.tokens, options.sampling, &stop, |token| {
         if show(&stream.push(token)) != ExitCode::SUCCESS {

@@ -16,6 +16,10 @@ pub struct Options {
     pub model: PathBuf,
     /// The text to continue.
     pub prompt: String,
+    /// Whether it is a message of a conversation.
+    pub chat: bool,
+    /// The message of the system in front of it.
+    pub system: Option<String>,
     /// The maximum number of tokens to generate.
     pub tokens: usize,
     /// The sampling of tokens.
@@ -37,6 +41,13 @@ fn command() -> Command {
     Command::new("generate")
         .arg(flag("model", "DIR", "A folder of Hugging Face (GPT-2, Llama), a checkpoint, or a folder of checkpoints"))
         .arg(flag("prompt", "TEXT", "The text to continue"))
+        .arg(
+            Arg::new("chat")
+                .long("chat")
+                .help("The prompt is a message, which the chat template of the model writes; the answer alone is shown")
+                .action(ArgAction::SetTrue),
+        )
+        .arg(flag("system", "TEXT", "With --chat: the message of the system in front of it"))
         .arg(flag("tokens", "N", "The most tokens to draw").default_value("100").value_parser(clap::value_parser!(u64)))
         .arg(flag("mesh", "tp=2,pp=2", "Degrees of tp and pp; the tokens are the same on every mesh"))
         .arg(flag("device", "cpu|cuda[:N]|cuda-emulated[:SEED[:DEVICES]]", "Where the ranks compute, as gpt_train has it"))
@@ -87,6 +98,9 @@ impl Options {
                 faults.push(Fault::new(format!("--{flag}"), "", "is missing", advice));
             }
         }
+        if let Some(system) = text("system").filter(|_| !matches.get_flag("chat")) {
+            faults.push(Fault::new("--system", system, "belongs to a conversation", "add --chat, or leave it out"));
+        }
         let mut settings = Vec::new();
         for flag in ["mesh", "device", "set"] {
             let given = matches.get_many::<String>(flag).into_iter().flatten();
@@ -105,6 +119,8 @@ impl Options {
             help: matches.get_flag("help"),
             model: text("model").unwrap_or_default().into(),
             prompt: text("prompt").unwrap_or_default(),
+            chat: matches.get_flag("chat"),
+            system: text("system"),
             tokens: count("tokens"),
             sampling,
             tokenizer: text("tokenizer"),

@@ -65,6 +65,7 @@ use std::sync::Arc;
 
 pub(crate) use byte_level::{END, byte_level};
 pub use error::{DataError, Problem};
+pub(crate) use examples::conversation;
 pub use format::Foreign;
 pub use images::Images;
 pub(crate) use source::{Sources, read, split};

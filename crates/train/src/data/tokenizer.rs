@@ -195,6 +195,11 @@ impl Tokenizer {
         }
     }
 
+    /// The tokens of a text that a chat template wrote: special tokens where it spells them, and no others.
+    pub(crate) fn encode_conversation(&self, text: &str) -> Result<Vec<u32>, String> {
+        Ok(self.library().encode_spelled(text)?.into_iter().map(|(id, _)| id).collect())
+    }
+
     /// The tokens of a piece of a text: the part of the whole text's that does not belong to its neighbours. An example
     /// becomes special tokens where its text spells them, as in `transformers`.
     pub(super) fn encode_piece(&self, piece: &DocumentPiece) -> Result<PieceTokens, String> {

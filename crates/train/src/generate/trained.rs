@@ -4,8 +4,9 @@ use super::compression::Compressed;
 use crate::checkpoint::read_weights;
 use crate::checkpoint::run::{ENDS_OF_TEXT, TOKENIZER_HASH};
 use crate::config::keys::{self, Effect, Key};
+use crate::config::sections::Data as DataSettings;
 use crate::config::{Args, Config, ConfigError, Fault, ModelKind, Settings, is_free, resolve, same};
-use crate::data::{PromptTokens, Tokenizer};
+use crate::data::{PromptTokens, Tokenizer, conversation};
 use crate::{devices, processes};
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
 use meshwork_engine::AtCuts;
@@ -25,6 +26,8 @@ pub struct Trained {
     /// The tokens that end a text, as far as the folder says.
     pub ends_of_text: Vec<u32>,
     weights: Weights,
+    /// The settings of its chat template and its tokenizer.
+    data: DataSettings,
 }
 
 #[derive(Debug)]
@@ -108,6 +111,11 @@ impl Trained {
                     set(name, value.as_str().map_or_else(|| value.to_string(), str::to_owned));
                 }
             }
+            if let Some(template) = run.as_ref().and_then(|run| run["data"]["chat_template"].as_str())
+                && asked.given::<toml::Value>("data.chat_template").is_none()
+            {
+                set("data.chat_template".to_owned(), template.to_owned());
+            }
             let tokenizer = run.as_ref().and_then(|run| run["data"]["tokenizer"].as_str()).map(str::to_owned);
             let features = section("model").and_then(|model| model.get("hidden_size")?.as_u64()).unwrap_or(1);
             (Weights::Checkpoint(Box::new(checkpoint)), tokenizer, features as usize)
@@ -156,12 +164,13 @@ impl Trained {
         let of_folder = tokenizer_of(folder, tokenizer, of_run, &config);
         let tokenizer = match tokenizer {
             Some(_) => of_folder,
-            None => of_folder.and_then(|of_folder| same_as_in_training(of_folder, &weights)),
+            None => of_folder.and_then(|(name, of)| Ok((name, same_as_in_training(of, &weights)?))),
         };
         match tokenizer.map_err(|fault| settings.faults.push(fault)) {
-            Ok(tokenizer) if settings.faults.is_empty() => {
+            Ok((name, tokenizer)) if settings.faults.is_empty() => {
                 let ends_of_text = ends_of_text(&weights, &tokenizer);
-                Ok(Self { config, tokenizer, ends_of_text, weights })
+                let data = DataSettings { tokenizer: name, ..config.data.clone() };
+                Ok(Self { config, tokenizer, ends_of_text, weights, data })
             }
             _ => Err(ConfigError { faults: settings.faults }),
         }
@@ -179,6 +188,23 @@ impl Trained {
     pub fn encode_with(&self, prompt: &str, special: PromptTokens) -> Result<Vec<u32>, Fault> {
         let fault = |problem: String| Fault::new("--prompt", format!("{prompt:?}"), problem, "give a text to continue");
         match self.tokenizer.encode_prompt(prompt, special).map_err(fault)? {
+            tokens if tokens.is_empty() => Err(fault("has no tokens".to_owned())),
+            tokens => Ok(tokens),
+        }
+    }
+
+    /// The tokens of a user's message, behind one of the system where there is one, as the chat template of the model
+    /// writes them, up to the beginning of the answer: `data.chat_template`, or the template of the tokenizer's folder.
+    ///
+    /// # Errors
+    /// No template, or one that cannot write this; a text that the tokenizer cannot encode.
+    pub fn encode_chat(&self, message: &str, system: Option<&str>) -> Result<Vec<u32>, Fault> {
+        let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+        let mut messages: Vec<Value> = system.map(|system| turn("system", system)).into_iter().collect();
+        messages.push(turn("user", message));
+        let text = conversation(&self.data, &messages)?;
+        let fault = |problem: String| Fault::new("--prompt", format!("{message:?}"), problem, "give another message");
+        match self.tokenizer.encode_conversation(&text).map_err(fault)? {
             tokens if tokens.is_empty() => Err(fault("has no tokens".to_owned())),
             tokens => Ok(tokens),
         }
@@ -215,11 +241,18 @@ fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
     }
 }
 
-/// Whether the forward pass of a model reads a key: which model it is, on which mesh and in which numerics it runs, and
-/// what it compresses.
+/// Whether generation reads a key: which model it is, on which mesh and in which numerics it runs, what it compresses,
+/// and how a conversation is written.
 fn is_of_forward(name: &str, key: &Key) -> bool {
     const SECTIONS: [&str; 6] = ["parallelism", "pipeline", "numerics", "compress", "comm", "cuda"];
-    const KEYS: [&str; 4] = ["training.numerics", "training.dtype", "training.matmul_dtype", "memory.limit_bytes"];
+    const KEYS: [&str; 6] = [
+        "training.numerics",
+        "training.dtype",
+        "training.matmul_dtype",
+        "memory.limit_bytes",
+        "data.chat_template",
+        "data.date",
+    ];
     let section = name.split('.').next().unwrap_or_default();
     key.effect == Effect::Model || SECTIONS.contains(&section) || KEYS.contains(&name)
 }
@@ -262,7 +295,7 @@ fn tokenizer_of(
     asked: Option<&str>,
     of_run: Option<String>,
     config: &Config,
-) -> Result<Tokenizer, Fault> {
+) -> Result<(String, Tokenizer), Fault> {
     let vocab = config.model.vocab_size;
     let file = folder.join("tokenizer.json");
     let name = match (asked, of_run) {
@@ -281,6 +314,6 @@ fn tokenizer_of(
             let problem = format!("has {ids} tokens, and the model {vocab}");
             Err(Fault::new(TOKENIZER, name, problem, "use the tokenizer that the model was trained with"))
         }
-        _ => Ok(tokenizer),
+        _ => Ok((name, tokenizer)),
     }
 }

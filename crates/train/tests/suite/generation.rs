@@ -168,6 +168,26 @@ fn prompts_have_the_special_tokens_of_the_tokenizer() {
     assert_eq!(trained.encode("cano").unwrap(), [1, 5]);
     // transformers takes what a pipeline is given likewise, and an empty prompt is then its beginning alone.
     assert_eq!(trained.encode("").unwrap(), [1]);
+
+    // A conversation has the special tokens that its template writes.
+    let refused = trained.encode_chat("arma cano", None).unwrap_err().to_string();
+    assert!(
+        refused.starts_with("data.chat_template = (unset): the folder of the model's tokenizer has no"),
+        "{refused}"
+    );
+    let template = "{% for message in messages %}{% if message.role == 'user' %}<|user|>{% endif %} {{ message.content }} \
+                    {% endfor %}{% if add_generation_prompt %}</s>{% endif %}";
+    let file = |name: &str| folder.path().join(name);
+    std::fs::write(file("chat_template.jinja"), template).unwrap();
+    assert_eq!(trained.encode_chat("arma cano", None).unwrap(), [3, 4, 5, 2]);
+    assert_eq!(trained.encode_chat("arma", Some("cano")).unwrap(), [5, 3, 4, 2]);
+    std::fs::write(file("other.jinja"), "<s>{{ messages[0].content }}{{ raise_exception('no') if messages[1] }}")
+        .unwrap();
+    let other = open(folder.path(), &format!("--set=data.chat_template={}", file("other.jinja").display())).unwrap();
+    assert!(other.config.notices.is_empty(), "{:?}", other.config.notices);
+    assert_eq!(other.encode_chat("cano", None).unwrap(), [1, 5]);
+    let refused = other.encode_chat("cano", Some("arma")).unwrap_err().to_string();
+    assert!(refused.contains("other.jinja\": fails: invalid operation: no"), "{refused}");
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn no_prefix(turns: usize, begins: bool) -> String {
 }
 
 /// A text without its marks, and what they surround.
-fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
+pub(super) fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
     let (mut text, mut spans, mut begun) = (String::with_capacity(marked.len()), Vec::new(), 0);
     for part in marked.split_inclusive(MARKS) {
         let plain = part.trim_end_matches(MARKS);

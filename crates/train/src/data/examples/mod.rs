@@ -125,6 +125,24 @@ fn lacking(lacks: &str, object: &Map<String, Value>) -> Wrong {
     Wrong::Fields(format!("{lacks}; its keys are [{}]", keys.join(", ")))
 }
 
+/// The text of a conversation up to the beginning of the next answer, by the chat template that `settings` name.
+///
+/// # Errors
+/// No template; messages that it cannot write.
+pub(crate) fn conversation(settings: &Settings, messages: &[Value]) -> Result<String, Fault> {
+    const KEY: &str = "data.chat_template";
+    let given = settings.chat_template.as_ref().map_or_else(|| "(unset)".to_owned(), |path| format!("{path:?}"));
+    let fault = |problem: String, valid: &str| Fault::new(KEY, given.clone(), problem, valid);
+    let none = || {
+        let problem = "the folder of the model's tokenizer has no chat template".to_owned();
+        fault(problem, "name one, or continue a text without it")
+    };
+    let template = template(settings)?.ok_or_else(none)?;
+    let text = template.render(messages, None, true);
+    let text = text.map_err(|error| fault(format!("fails: {error}"), "give messages that the template takes"))?;
+    Ok(answers::unmarked(&text).0)
+}
+
 #[cfg(feature = "tokenizers")]
 fn template(settings: &Settings) -> Result<Option<Box<dyn Template>>, Fault> {
     Ok(template::Jinja::open(settings)?.map(|jinja| Box::new(jinja) as Box<dyn Template>))
