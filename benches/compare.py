@@ -28,7 +28,7 @@ from harness import machine, programs, results
 ROWS = Path(__file__).with_name("rows.toml")
 # For the time to expect: what an untuned step reaches, and what starting takes.
 FLOPS = 1e11
-STARTUP_S = {"gpt_train": 1, "mpirun": 2, "collectives": 40, "gemm": 6, "attention": 20, "context": 150, "train.py": 5, "mesh.py": 20, "jax_gpt.py": 15, "collectives.py": 60, "products.py": 12, "operations.py": 40, "context.py": 60, "compress": 3, "throttled": 30, "powersgd": 6, "powersgd.py": 20, "topk.py": 6}
+STARTUP_S = {"gpt_train": 1, "mpirun": 2, "collectives": 40, "gemm": 6, "attention": 20, "context": 150, "train.py": 5, "finetune.py": 8, "mesh.py": 20, "jax_gpt.py": 15, "collectives.py": 60, "products.py": 12, "operations.py": 40, "context.py": 60, "compress": 3, "throttled": 30, "powersgd": 6, "powersgd.py": 20, "topk.py": 6}
 COMPILE_S = 40
 
 

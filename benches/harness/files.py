@@ -1,6 +1,7 @@
 """Files that the benchmarks write: results, and tokens to train on. Needs nothing but Python, so that scripts/gpu-pack.sh can take it along."""
 
 import json
+import math
 import random
 import sys
 from array import array
@@ -16,6 +17,24 @@ def write_results(path, results, lines):
         new = path.with_name(path.name + suffix + ".new")
         new.write_text(text + "\n", encoding="utf-8")
         new.replace(path.with_name(path.name + suffix))
+
+
+def examples(folder, kind, longest):
+    """A file in `folder` of 2,000 examples, or pairs where `kind` is "dpo", of at most `longest` bytes: lengths are spread as those of
+    public sets of instructions are, most of them far below the longest (log-normal, a median of a quarter of it)."""
+    path = folder / f"{kind}-{longest}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw, letters = random.Random(longest), "etaoin shrdlu"
+        text = lambda length: "".join(draw.choice(letters) for _ in range(length))
+        lines = []
+        for _ in range(2000):
+            length = int(min(longest - 1, max(8, draw.lognormvariate(math.log(longest / 4), 0.7))))
+            prompt, answer = length // 2, length - length // 2
+            sides = ["chosen", "rejected"] if kind == "dpo" else ["completion"]
+            lines.append(json.dumps({"prompt": text(prompt), **{side: text(answer) for side in sides}}))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def random_tokens(folder, vocab):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from peers import lifetime
 
-from .files import random_tokens
+from .files import examples, random_tokens
 from .machine import ROOT, read
 
 PEERS = ROOT / "benches" / "peers"
@@ -39,7 +39,7 @@ OURS = {
     "context": ["bench", "--no-run", "-p", "meshwork-context-parallel", "--bench", "context"],
     "gemm": ["bench", "--no-run", "-p", "meshwork-cpu", "--bench", "gemm"],
 }
-ONE_PROCESS = {"train.py", "products.py", "operations.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
+ONE_PROCESS = {"train.py", "finetune.py", "products.py", "operations.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
 NAMES = {*OURS, *ONE_PROCESS, "mpirun", "mesh.py", "collectives.py", "context.py", "powersgd.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
@@ -102,15 +102,21 @@ class Programs:
             command.argv = [self.python, PEERS / name, *args]
             if size:
                 work = {key: size[key] for key in [*MODEL_KEYS, "batch"]}
-                command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(random_tokens(self.folder, size["vocab_size"]))})]
+                command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(self.data(size))})]
             return command
         command.environment = {"MESHWORK_THREADS": str(cores)}
         command.argv = [self.build(name), *(["--bench"] if OURS[name][0] == "bench" else []), *args]
         if size:
             sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}
             command.argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-            command.argv += ["--steps", str(steps), "--data", random_tokens(self.folder, size["vocab_size"]), "--metrics", "/dev/stdout"]
+            command.argv += ["--steps", str(steps), "--data", self.data(size), "--metrics", "/dev/stdout"]
         return command
+
+    def data(self, size):
+        """The file that both sides train on: random tokens, or the examples that the size names."""
+        if "examples" in size:
+            return examples(self.folder, size["examples"], size["seq_len"])
+        return random_tokens(self.folder, size["vocab_size"])
 
     def job(self, processes, text, size, cores):
         """One of our programs as so many processes of Open MPI, `mpirun -n N gpt_train ..`, which share the cores."""

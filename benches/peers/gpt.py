@@ -93,7 +93,7 @@ class Gpt(nn.Module):
     def hidden(self, x):
         """What the head reads, or what goes to the next stage."""
         if self.embed is not None:
-            x = self.embed(x) + self.position(self.positions.unsqueeze(0))
+            x = self.embed(x) + self.position(self.positions[: x.shape[1]].unsqueeze(0))
         for block in self.blocks.values():
             x = block(x)
         return x if self.norm is None else self.norm(x)
