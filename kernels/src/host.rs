@@ -1,17 +1,20 @@
 //! Compiles the kernels for the host with g++, and runs them there thread by thread: feature `host`.
 //!
 //! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks how a kernel uses
-//! them. A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
+//! them. A library is compiled at its first use, by one process, in as many parts as there are cores, and kept in a
+//! folder, by a hash of its sources and options.
 
 use crate::{HEADERS, KERNELS, Kernel, Launch, SOURCES};
 use libloading::Library;
+use std::cmp::Reverse;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::fs;
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Error as IoError, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
 /// Failure to compile or load kernels for the host.
 #[derive(thiserror::Error)]
@@ -60,12 +63,13 @@ pub struct Host {
 const HEADER: &str = include_str!("../host/cuda_host.h");
 const TENSOR_CORES: &str = include_str!("../host/tensor_core_host.h");
 const BULK_COPIES: &str = include_str!("../host/bulk_copy_host.h");
+const ENTRY: &str = include_str!("../host/entry_host.h");
 const LIBRARY: &str = include_str!("../host/library.cpp");
+const PART: &str = include_str!("../host/part.cpp");
 const COMPILER: &[&str] = &[
     "-std=c++17",
     "-O1",
     "-g1",
-    "-shared",
     "-fPIC",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
@@ -90,8 +94,8 @@ impl Host {
         Self::compile(folder, &files, KERNELS, false)
     }
 
-    /// Kernels of these files, with the `.cu` files included in order; `sanitized`: with the address and
-    /// undefined-behaviour sanitizers, which must be in the process from its start.
+    /// Kernels of these files; `sanitized`: with the address and undefined-behaviour sanitizers, which must be in the
+    /// process from its start.
     ///
     /// # Errors
     /// As [`new`](Self::new), and if g++ reports an error.
@@ -104,18 +108,16 @@ impl Host {
         if !cfg!(target_arch = "x86_64") {
             return Err(HostError::Processor(std::env::consts::ARCH));
         }
-        let includes = files.iter().filter(|(name, _)| name.ends_with(".cu"));
-        let includes: String = includes.map(|(name, _)| format!("#include \"{name}\"\n")).collect();
-        let entries = kernels.iter().map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types()));
-        let entries: String = entries.collect();
         let mut sources = files.to_vec();
-        let own = [
+        sources.extend([
             ("cuda_host.h", HEADER),
             ("tensor_core_host.h", TENSOR_CORES),
             ("bulk_copy_host.h", BULK_COPIES),
+            ("entry_host.h", ENTRY),
             ("library.cpp", LIBRARY),
-        ];
-        sources.extend(own.into_iter().chain([("sources.inc", &*includes), ("kernels.inc", &*entries)]));
+            ("part.cpp", PART),
+        ]);
+        let entries: Vec<String> = kernels.iter().map(entry).collect();
 
         let mut options = COMPILER.to_vec();
         options.extend(SANITIZERS.iter().filter(|_| sanitized));
@@ -124,17 +126,17 @@ impl Host {
             options.push("-mfma"); // otherwise fmaf is a function call: the same bits, but slow
         }
         let mut hash = DefaultHasher::new();
-        (&sources, &options).hash(&mut hash);
+        (&sources, &entries, &options).hash(&mut hash);
         let folder = folder.join(format!("{:016x}", hash.finish()));
         let path = folder.join("libkernels.so");
         if !path.exists() {
-            build(&folder, &sources, &options, &path)?;
+            build(&folder, &sources, kernels, &options, &path)?;
         }
         Self::load(path)
     }
 
     fn load(path: PathBuf) -> Result<Self, HostError> {
-        // SAFETY: the library only runs initialisers of the C++ library and of a few empty containers.
+        // SAFETY: the library only runs initialisers of the C++ library, of a few containers, and of its list of kernels.
         match unsafe { Library::new(&path) } {
             Ok(library) => Ok(Self { library, path }),
             Err(error) => Err(HostError::Load { path, error }),
@@ -210,27 +212,92 @@ fn scratch(path: &Path) -> PathBuf {
     path.with_extension(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Compiles the library under a temporary name and renames it, so that no other process loads an incomplete file.
-fn build(folder: &Path, sources: &[(&str, &str)], options: &[&str], path: &Path) -> Result<(), HostError> {
+/// The line that adds a kernel to the entries of its part.
+fn entry(kernel: &Kernel) -> String {
+    format!("ENTRY({}, {})\n", kernel.name, kernel.c_types())
+}
+
+/// The files of kernels, in this many parts of about the same length.
+fn parts<'a>(sources: &[(&'a str, &str)], count: usize) -> Vec<Vec<&'a str>> {
+    let mut files: Vec<_> = sources.iter().filter(|(name, _)| name.ends_with(".cu")).collect();
+    files.sort_by_key(|(name, text)| (Reverse(text.len()), *name));
+    let mut parts = vec![(0, Vec::new()); count.clamp(1, files.len().max(1))];
+    for (name, text) in files {
+        if let Some((length, part)) = parts.iter_mut().min_by_key(|(length, _)| *length) {
+            *length += text.len();
+            part.push(*name);
+        }
+    }
+    parts.into_iter().map(|(_, part)| part).collect()
+}
+
+/// Compiles the library under a temporary name and renames it, so that no other process loads an incomplete file. Of
+/// several processes one compiles, and the others wait for it.
+fn build(
+    folder: &Path,
+    sources: &[(&str, &str)],
+    kernels: &[Kernel],
+    options: &[&str],
+    path: &Path,
+) -> Result<(), HostError> {
     let file = |path: &Path| {
         let path = path.to_owned();
         move |error| HostError::File { path, error }
     };
-    let work = scratch(folder);
     fs::create_dir_all(folder).map_err(file(folder))?;
-    fs::create_dir_all(&work).map_err(file(&work))?;
-    for (name, text) in sources {
-        fs::write(work.join(name), text).map_err(file(&work.join(name)))?;
+    let lock = folder.join("lock");
+    let held = File::create(&lock).map_err(file(&lock))?; // released when it is dropped, or the process ends
+    held.lock().map_err(file(&lock))?;
+    if path.exists() {
+        return Ok(());
     }
-    let library = work.join("libkernels.so");
-    let mut compiler = Command::new("g++");
-    compiler.args(options).arg("-I").arg(&work).arg(work.join("library.cpp")).arg("-o").arg(&library);
-    let run = match compiler.output() {
-        Err(error) if error.kind() == ErrorKind::NotFound => Err(HostError::NoCompiler),
-        Err(error) => Err(file(Path::new("g++"))(error)),
-        Ok(run) if !run.status.success() => Err(HostError::Compile(String::from_utf8_lossy(&run.stderr).into_owned())),
-        Ok(_) => fs::rename(&library, path).map_err(file(path)),
+    let work = scratch(folder);
+    let write = |path: PathBuf, text: &str| fs::write(&path, text).map_err(file(&path));
+    fs::create_dir_all(&work).map_err(file(&work))?;
+    let run = || {
+        sources.iter().try_for_each(|(name, text)| write(work.join(name), text))?;
+        let parts = parts(sources, thread::available_parallelism().map_or(1, usize::from));
+        let mut compilers = vec![compiler(options).arg("-c").arg(work.join("library.cpp")).current_dir(&work).spawn()];
+        for (number, files) in parts.iter().enumerate() {
+            let folder = work.join(number.to_string());
+            fs::create_dir_all(&folder).map_err(file(&folder))?;
+            let includes: String = files.iter().map(|name| format!("#include \"{name}\"\n")).collect();
+            let of_part = kernels.iter().filter(|kernel| match files.contains(&kernel.source.name) {
+                true => true,
+                // Of a file that is not there: the compiler says so.
+                false => number == 0 && !parts.iter().flatten().any(|name| *name == kernel.source.name),
+            });
+            write(folder.join("sources.inc"), &includes)?;
+            write(folder.join("kernels.inc"), &of_part.map(entry).collect::<String>())?;
+            let mut part = compiler(options);
+            part.arg("-I").arg(&work).arg("-I").arg(&folder).arg("-c").arg(work.join("part.cpp"));
+            compilers.push(part.current_dir(folder).spawn());
+        }
+        let ended = compilers.into_iter().map(|compiler| finish(compiler.and_then(|child| child.wait_with_output())));
+        ended.collect::<Vec<_>>().into_iter().collect::<Result<(), _>>()?; // of all, so that none is left running
+        let library = work.join("libkernels.so");
+        let objects = (0..parts.len()).map(|number| work.join(number.to_string()).join("part.o"));
+        let mut linker = compiler(options);
+        linker.arg("-shared").args(objects).arg(work.join("library.o")).arg("-o").arg(&library);
+        finish(linker.output())?;
+        fs::rename(&library, path).map_err(file(path))
     };
+    let run = run();
     _ = fs::remove_dir_all(&work);
     run
+}
+
+fn compiler(options: &[&str]) -> Command {
+    let mut compiler = Command::new("g++");
+    compiler.args(options).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    compiler
+}
+
+fn finish(run: Result<Output, IoError>) -> Result<(), HostError> {
+    match run {
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(HostError::NoCompiler),
+        Err(error) => Err(HostError::File { path: "g++".into(), error }),
+        Ok(run) if !run.status.success() => Err(HostError::Compile(String::from_utf8_lossy(&run.stderr).into_owned())),
+        Ok(_) => Ok(()),
+    }
 }
