@@ -17,6 +17,8 @@ pub use meshwork_mpi as mpi;
 pub use meshwork_nn as nn;
 pub use meshwork_optim as optim;
 pub use meshwork_pipeline as pipeline;
+#[cfg(feature = "train")]
+pub use meshwork_plan as plan;
 pub use meshwork_tensor as tensor;
 pub use meshwork_tensor_parallel as tensor_parallel;
 #[cfg(feature = "testkit")]

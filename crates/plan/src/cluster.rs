@@ -1,0 +1,235 @@
+//! A cluster as data: its cards, and the links between them.
+
+use crate::error::PlanError;
+use meshwork_train::config::CARDS;
+use serde::Deserialize;
+use std::collections::HashMap;
+
+/// A cluster of equal hosts. The numbers of links are for each card, in bytes a second and one direction.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cluster {
+    /// What it is called.
+    pub name: String,
+    /// Its hosts.
+    pub hosts: usize,
+    /// Cards of a host.
+    pub cards_per_host: usize,
+    /// Its cards.
+    pub card: Card,
+    /// Links between the cards of a host.
+    pub inside: f64,
+    /// Links between hosts.
+    pub between: f64,
+    /// The link of a card to its host's memory.
+    pub host: f64,
+    /// Dollars for a card and hour, where they are known.
+    pub price: Option<f64>,
+    /// Where the numbers are from; empty if the file does not say.
+    pub source: String,
+}
+
+/// A card.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Card {
+    /// Its name.
+    pub name: String,
+    /// Bytes of memory.
+    pub memory: f64,
+    /// Bytes a second that it reads and writes in its memory.
+    pub bandwidth: f64,
+    /// Operations a second on 16 bits.
+    pub bf16: f64,
+    /// Operations a second on f32.
+    pub f32: f64,
+    /// Multiprocessors, on which the tiles of a product are computed side by side.
+    pub units: f64,
+}
+
+/// The clusters that come with the planner, by name.
+const KNOWN: [(&str, &str); 6] = [
+    ("dgx-a100", include_str!("../clusters/dgx-a100.toml")),
+    ("dgx-h100", include_str!("../clusters/dgx-h100.toml")),
+    ("dgx-h200", include_str!("../clusters/dgx-h200.toml")),
+    ("a100-40gb", include_str!("../clusters/a100-40gb.toml")),
+    ("aws-p4d", include_str!("../clusters/aws-p4d.toml")),
+    ("gcp-a3", include_str!("../clusters/gcp-a3.toml")),
+];
+
+/// Multiprocessors of the known cards; whitepapers of the A100 and H100 architectures.
+const UNITS: [(&str, f64); 2] = [("a100", 108.0), ("h", 132.0)];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    cluster: ClusterPart,
+    card: CardPart,
+    #[serde(default)]
+    links: LinksPart,
+    #[serde(default)]
+    source: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClusterPart {
+    name: String,
+    hosts: usize,
+    cards_per_host: usize,
+    price: Option<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CardPart {
+    name: String,
+    memory: Option<f64>,
+    bandwidth: Option<f64>,
+    bf16: Option<f64>,
+    f32: Option<f64>,
+    units: Option<f64>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LinksPart {
+    inside: Option<f64>,
+    between: Option<f64>,
+    host: Option<f64>,
+}
+
+impl Cluster {
+    /// The names of the clusters that come with the planner.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        KNOWN.iter().map(|&(name, _)| name)
+    }
+
+    /// A cluster that comes with the planner.
+    ///
+    /// # Errors
+    /// A name that none has.
+    pub fn known(name: &str) -> Result<Self, PlanError> {
+        match KNOWN.iter().find(|(known, _)| *known == name) {
+            Some((name, text)) => Self::from_toml(name, text),
+            None => Err(PlanError::Unknown {
+                kind: "cluster",
+                name: name.to_owned(),
+                known: Self::names().collect::<Vec<_>>().join(", "),
+            }),
+        }
+    }
+
+    /// Reads the text of a cluster's file. A card that is known by name needs no numbers; a number that is given counts
+    /// more.
+    ///
+    /// ```
+    /// use meshwork_plan::Cluster;
+    ///
+    /// let cluster = Cluster::from_toml("mine.toml", r#"
+    ///     [cluster]
+    ///     name = "eight cards"
+    ///     hosts = 1
+    ///     cards_per_host = 8
+    ///     [card]
+    ///     name = "h100"
+    /// "#)?;
+    /// assert_eq!((cluster.cards(), cluster.card.memory), (8, 80e9));
+    ///
+    /// let text = "[cluster]\nname = 'x'\nhosts = 1\ncards_per_host = 8\n[card]\nname = 'b100'";
+    /// assert_eq!(
+    ///     Cluster::from_toml("mine.toml", text).unwrap_err().to_string(),
+    ///     "mine.toml: card \"b100\" is not known (known: a100, h100, h100-96, h200) and its memory is not given; \
+    ///      give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]: \
+    ///      scripts/gpu-check.sh measures them"
+    /// );
+    /// # Ok::<(), meshwork_plan::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A text that is no such file, a card that is not known and has no numbers, numbers that contradict each other.
+    pub fn from_toml(file: &str, text: &str) -> Result<Self, PlanError> {
+        let refuse =
+            |problem: String, valid: &str| PlanError::File { file: file.to_owned(), problem, valid: valid.into() };
+        let parsed: File = toml::from_str(text)
+            .map_err(|error| refuse(error.message().to_owned(), "a cluster has [cluster], [card] and [links]"))?;
+        let File { cluster, card, links, source } = parsed;
+        let known = CARDS.iter().find(|known| known.name == card.name);
+        let units = UNITS.iter().find(|(name, _)| known.is_some_and(|known| known.name.starts_with(name)));
+        let number = |what: &str, given: Option<f64>, known: Option<f64>| {
+            let value = given.or(known).ok_or_else(|| {
+                let names: Vec<&str> = CARDS.iter().map(|card| card.name).collect();
+                refuse(
+                    format!(
+                        "card {:?} is not known (known: {}) and its {what} is not given",
+                        card.name,
+                        names.join(", ")
+                    ),
+                    "give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]: \
+                     scripts/gpu-check.sh measures them",
+                )
+            })?;
+            match value > 0.0 && value.is_finite() {
+                true => Ok(value),
+                false => Err(refuse(format!("{what} = {value}"), "use a number above 0")),
+            }
+        };
+        let of = |get: fn(&meshwork_train::config::Card) -> f64| known.map(get);
+        let read = Self {
+            card: Card {
+                name: card.name.clone(),
+                memory: number("memory", card.memory, of(|card| card.memory))?,
+                bandwidth: number("bandwidth", card.bandwidth, of(|card| card.bandwidth))?,
+                bf16: number("bf16", card.bf16, of(|card| card.bf16))?,
+                f32: number("f32", card.f32, of(|card| card.f32))?,
+                units: number("units", card.units, units.map(|(_, units)| *units))?,
+            },
+            inside: number("inside", links.inside, of(|card| card.link))?,
+            between: number("between", links.between, of(|card| card.network))?,
+            host: number("host", links.host, of(|card| card.host))?,
+            name: cluster.name,
+            hosts: cluster.hosts,
+            cards_per_host: cluster.cards_per_host,
+            price: cluster.price,
+            source,
+        };
+        match () {
+            () if read.cards() == 0 => {
+                Err(refuse(format!("{} hosts of {} cards", read.hosts, read.cards_per_host), "use at least 1 of each"))
+            }
+            () if read.hosts > 1 && read.between > read.inside && read.cards_per_host > 1 => Err(refuse(
+                format!(
+                    "cards of different hosts reach {:.3e} B/s, those of one host {:.3e}",
+                    read.between, read.inside
+                ),
+                "links.between is for each card, in bytes a second, and no faster than links.inside",
+            )),
+            () if read.card.f32 > read.card.bf16 => Err(refuse(
+                format!(
+                    "the card computes {:.3e} operations a second on f32, and {:.3e} on bf16",
+                    read.card.f32, read.card.bf16
+                ),
+                "bf16 is no slower than f32",
+            )),
+            () => Ok(read),
+        }
+    }
+
+    /// All of its cards.
+    pub fn cards(&self) -> usize {
+        self.hosts * self.cards_per_host
+    }
+
+    /// Bytes a second that each rank of a group sends to others of it at the same time, and whether the group is on
+    /// several hosts. `members` are world ranks: neighbours are on one host. A ring leaves a host once, and has the
+    /// links of all its members there.
+    pub fn rate(&self, members: &[usize]) -> (f64, bool) {
+        let mut of_host: HashMap<usize, usize> = HashMap::new();
+        members.iter().for_each(|rank| *of_host.entry(rank / self.cards_per_host).or_default() += 1);
+        match of_host.len() {
+            0 | 1 => (self.inside, false),
+            _ => {
+                let fewest = of_host.values().min().copied().unwrap_or(1);
+                ((self.between * fewest as f64).min(self.inside), true)
+            }
+        }
+    }
+}

@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod cluster;
+mod count;
+mod error;
+pub mod fit;
+mod predict;
+mod system;
+pub mod table;
+
+pub use cluster::{Card, Cluster};
+pub use count::{Collective, Counter, Counts, Passes, Work};
+pub use error::PlanError;
+pub use predict::{Job, Prediction};
+pub use system::{Constants, Held, System};

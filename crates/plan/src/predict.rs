@@ -1,0 +1,371 @@
+//! The time and memory of a step, from the counts of a layer.
+//!
+//! ```text
+//! counts of a layer ─ system, cluster ─▶ seconds of a pass ─▶ simulated schedule ─▶ + gradients, optimizer ─▶ a step
+//! ```
+
+use crate::cluster::Cluster;
+use crate::count::{Counter, Counts, Passes, Work};
+use crate::error::PlanError;
+use crate::system::{Constants, System};
+use meshwork_pipeline::{Costs, Schedule, Shape, by_name, simulate};
+use meshwork_train::config::{Config, Dtype, RecomputeWord, Recomputed};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A step as predicted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prediction {
+    /// Seconds of the step.
+    pub seconds: f64,
+    /// Model operations a second, over the peak of all cards: nothing recomputed counts.
+    pub mfu: f64,
+    /// Seconds in which the busiest card waits for other stages.
+    pub bubble: f64,
+    /// Seconds in which a card waits for collectives, by the name of the collective and its group.
+    pub exposed: BTreeMap<String, f64>,
+    /// Bytes of the fullest card.
+    pub memory: f64,
+    /// Whether they fit.
+    pub fits: bool,
+    /// Dollars for a million tokens, where the cluster has a price.
+    pub cost: Option<f64>,
+}
+
+/// A configuration with the counts of its layer, to be predicted on any cluster by any constants.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The configuration.
+    pub config: Config,
+    counts: Arc<Counts>,
+    /// The counts without recomputation, for the operations of the model.
+    model_flops: f64,
+}
+
+/// A sum of seconds, with those of each collective.
+#[derive(Clone, Debug, Default)]
+struct Time {
+    seconds: f64,
+    exposed: BTreeMap<String, f64>,
+}
+
+impl Time {
+    fn scaled(&self, by: f64) -> Self {
+        let exposed = self.exposed.iter().map(|(name, seconds)| (name.clone(), seconds * by)).collect();
+        Self { seconds: self.seconds * by, exposed }
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.seconds += other.seconds;
+        other.exposed.iter().for_each(|(name, seconds)| *self.exposed.entry(name.clone()).or_default() += seconds);
+    }
+
+    fn wait(&mut self, name: &str, seconds: f64) {
+        if seconds > 0.0 {
+            self.seconds += seconds;
+            *self.exposed.entry(name.to_owned()).or_default() += seconds;
+        }
+    }
+}
+
+/// Rows and columns of a tile of a product.
+const TILE: [usize; 2] = [128, 256];
+
+/// Extents of which tensor cores take multiples, in 16 bits.
+const ALIGNED: usize = 8;
+
+/// Heads that one block of the fused softmax takes.
+const SOFTMAX_HEADS: f64 = 4.0;
+
+/// Operations of attention's backward for each pair, and those of them that the model needs: scores are computed again.
+const ATTENTION_BACKWARD: f64 = 14.0 / 12.0;
+
+impl Job {
+    /// Counts a configuration.
+    ///
+    /// # Errors
+    /// A configuration whose layer cannot be split over its mesh.
+    pub fn new(config: Config, counter: &mut Counter) -> Result<Self, PlanError> {
+        let counts = counter.counts(&config)?;
+        let mut plain = config.clone();
+        plain.memory.recompute = Recomputed::Word(RecomputeWord::None);
+        let whole = counter.counts(&plain)?;
+        let flops = |passes: &Passes| {
+            let of = |work: &Work| work.flops() - work.attention + work.attention / ATTENTION_BACKWARD;
+            of(&passes.forward) + of(&passes.backward)
+        };
+        let [first, layer, last] = &whole.parts;
+        let each = flops(first) + config.model.num_layers as f64 * flops(layer) + flops(last);
+        let parallel = &config.parallelism;
+        let shared = (parallel.tp * parallel.cp) as f64;
+        let model_flops =
+            each * shared * config.training.global_batch_size as f64 / config.training.micro_batch_size as f64;
+        Ok(Self { config, counts, model_flops })
+    }
+
+    /// Predicts a step.
+    ///
+    /// # Errors
+    /// A pipeline that its schedule does not take.
+    pub fn predict(&self, system: &System, cluster: &Cluster) -> Result<Prediction, PlanError> {
+        self.with(system, &system.constants, cluster)
+    }
+
+    /// The same with other constants.
+    ///
+    /// # Errors
+    /// As [`predict`](Self::predict).
+    pub fn with(&self, system: &System, constants: &Constants, cluster: &Cluster) -> Result<Prediction, PlanError> {
+        let rates = Rates { system, constants, cluster, job: self };
+        let (mut step, bubble, in_flight) = rates.pipeline()?;
+        step.add(&rates.after());
+        let memory = rates.memory(in_flight);
+        let world = self.config.parallelism.world_size().unwrap_or(1) as f64;
+        let peak = if rates.half() { cluster.card.bf16 } else { cluster.card.f32 };
+        let tokens = (self.config.training.global_batch_size * self.config.model.seq_len) as f64;
+        Ok(Prediction {
+            seconds: step.seconds,
+            mfu: self.model_flops / (step.seconds * peak * world),
+            bubble,
+            exposed: step.exposed,
+            memory,
+            fits: memory <= cluster.card.memory,
+            cost: cluster.price.map(|price| price * world * step.seconds / 3600.0 / (tokens / 1e6)),
+        })
+    }
+}
+
+struct Rates<'a> {
+    system: &'a System,
+    constants: &'a Constants,
+    cluster: &'a Cluster,
+    job: &'a Job,
+}
+
+impl Rates<'_> {
+    fn half(&self) -> bool {
+        self.job.config.training.dtype != Dtype::F32
+    }
+
+    /// Bytes of an element of weights and activations.
+    fn element(&self) -> f64 {
+        if self.half() { 2.0 } else { 4.0 }
+    }
+
+    /// Seconds of a pass of one micro-batch through a part of the model.
+    fn pass(&self, work: &Work) -> Time {
+        let (of, card) = (self.constants, &self.cluster.card);
+        let peak = if self.half() { card.bf16 } else { card.f32 };
+        let mut busy = 0.0;
+        for &([m, n, k], times) in &work.products {
+            let aligned = [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));
+            let share = if aligned { of.products } else { of.unaligned };
+            let waves = (m.div_ceil(TILE[0]) * n.div_ceil(TILE[1])) as f64 / card.units;
+            let seconds = 2.0 * m as f64 * n as f64 * k as f64 / (peak * share) * (1.0 + of.wave / waves);
+            busy += seconds * times as f64;
+        }
+        if of.attention > 0.0 {
+            busy += work.attention / (peak * of.attention);
+        }
+        let moved = work.moved * of.passes + work.scores * of.score_bytes;
+        busy += moved / (card.bandwidth * of.memory);
+        let mut time = Time { seconds: busy, exposed: BTreeMap::new() };
+        for collective in &work.collectives {
+            let (rate, far) = self.cluster.rate(&collective.members);
+            let (share, latency) = if far { (of.between, of.far_latency) } else { (of.inside, of.latency) };
+            time.wait(
+                &format!("{} ({})", collective.name, collective.group),
+                latency + collective.sent / (rate * share),
+            );
+        }
+        let uneven = work.scores > 0.0 && of.score_bytes > 0.0 && !self.heads().is_multiple_of(SOFTMAX_HEADS as usize);
+        let host = work.launches as f64 * of.launch
+            + work.collectives.len() as f64 * of.call
+            + if uneven { of.fallback } else { 0.0 };
+        time.seconds = joined(time.seconds, host, of.join);
+        time
+    }
+
+    /// Heads of a micro-batch on a rank.
+    fn heads(&self) -> usize {
+        let config = &self.job.config;
+        config.training.micro_batch_size * config.model.num_heads / config.parallelism.tp
+    }
+
+    /// World ranks that share the vectors of a rank's parameters: along dp and cp.
+    fn replicas(&self) -> Vec<usize> {
+        let parallel = &self.job.config.parallelism;
+        (0..parallel.dp * parallel.cp).map(|rank| rank * parallel.tp).collect()
+    }
+
+    /// Seconds in which a rank sends `bytes` to others of its replicas.
+    fn among_replicas(&self, bytes: f64) -> f64 {
+        let members = self.replicas();
+        let count = members.len() as f64;
+        if members.len() < 2 {
+            return 0.0;
+        }
+        let (rate, far) = self.cluster.rate(&members);
+        let (share, latency) = if far {
+            (self.constants.gradients, self.constants.far_latency)
+        } else {
+            (self.constants.inside, self.constants.latency)
+        };
+        latency + bytes * (count - 1.0) / count / (rate * share)
+    }
+
+    /// A layer's pass with the gathers and scatters of its weights: what is not hidden, and what slows the pass down.
+    fn sharded(&self, work: &Work, parameters: f64, backward: bool) -> Time {
+        let mut time = self.pass(work);
+        if !self.system.by_layer {
+            return time;
+        }
+        let stage = self.job.config.parallelism.zero_stage;
+        let gather = self.among_replicas(parameters * self.element());
+        let parts = [("all_gather", !backward || stage > 2), ("reduce_scatter", backward)];
+        let busy = time.seconds;
+        let mut left = busy;
+        for (name, _) in parts.iter().filter(|(_, done)| *done) {
+            let hidden = gather.min(left);
+            left -= hidden;
+            time.wait(&format!("{name} (zero)"), gather - hidden + self.constants.interference * hidden);
+        }
+        time
+    }
+
+    /// All passes of all micro-batches; seconds that the slowest rank waits for others; and the activations of how many
+    /// layers, at most, the fullest rank holds.
+    fn pipeline(&self) -> Result<(Time, f64, f64), PlanError> {
+        let (config, counts) = (&self.job.config, &self.job.counts);
+        let [inner, outer] = counts.parameters.map(|number| number as f64);
+        let pass = |part: usize, backward: bool| {
+            let passes: &Passes = &counts.parts[part];
+            let work = if backward { &passes.backward } else { &passes.forward };
+            self.sharded(work, [outer / 2.0, inner, outer / 2.0][part], backward)
+        };
+        let times: [[Time; 2]; 3] = [0, 1, 2].map(|part| [pass(part, false), pass(part, true)]);
+        let generator = by_name(&config.pipeline.schedule)?;
+        let (pp, chunks) = (config.parallelism.pp, config.pipeline.virtual_stages.max(1));
+        let micros = config.pipeline.num_microbatches.max(1);
+        let layers = config.model.num_layers as f64;
+        let mut step = Time::default();
+        if pp == 1 {
+            for (part, each) in times.iter().enumerate() {
+                let times = micros as f64 * if part == 1 { layers } else { 1.0 };
+                each.iter().for_each(|time| step.add(&time.scaled(times)));
+            }
+            return Ok((step, 0.0, layers));
+        }
+        let schedule = |micros| generator.build(Shape { pp, virtual_stages: chunks, micros });
+        let span = |schedule: &Schedule| -> Result<(f64, f64, f64), PlanError> {
+            let stages = schedule.stages();
+            let even = layers / stages as f64;
+            let stage = |pass: usize| -> Vec<f64> {
+                let ends = |stage: usize| {
+                    let first = if stage == 0 { times[0][pass].seconds } else { 0.0 };
+                    first + if stage + 1 == stages { times[2][pass].seconds } else { 0.0 }
+                };
+                (0..stages).map(|at| even * times[1][pass].seconds + ends(at)).collect()
+            };
+            let half: Vec<f64> = stage(1).into_iter().map(|seconds| 0.5 * seconds).collect();
+            let transfer = self.message();
+            let costs = Costs {
+                forward: stage(0),
+                input_gradient: half.clone(),
+                weight_gradient: half,
+                transfer: [transfer; 2],
+                overlap: self.system.sends_behind,
+            };
+            let timeline = simulate(schedule, &costs)?;
+            let held = timeline.peak_activations().into_iter().fold(0.0, f64::max) * even;
+            let busy: Vec<f64> =
+                timeline.ranks.iter().map(|row| row.iter().map(|one| one.end - one.start).sum()).collect();
+            Ok((timeline.makespan(), busy.into_iter().fold(0.0, f64::max), held))
+        };
+        // A pipeline that is full takes as long for each further round of micro-batches.
+        let few = 2 * pp * chunks;
+        let (seconds, busy, held) = if micros > few + 2 * pp {
+            let (few, more) = (few + micros % pp, few + micros % pp + pp);
+            let (short, long) = (span(&schedule(few)?)?, span(&schedule(more)?)?);
+            let rounds = (micros - few) as f64 / pp as f64;
+            (short.0 + rounds * (long.0 - short.0), short.1 + rounds * (long.1 - short.1), long.2)
+        } else {
+            span(&schedule(micros)?)?
+        };
+        // Collectives of a rank in the middle; the rest of the step is computation, messages and the bubble.
+        for pass in &times[1] {
+            step.add(&pass.scaled(micros as f64 * layers / pp as f64));
+        }
+        step.seconds = seconds;
+        Ok((step, (seconds - busy).max(0.0), held))
+    }
+
+    /// Seconds of a message between two stages.
+    fn message(&self) -> f64 {
+        let parallel = &self.job.config.parallelism;
+        let next = self.replicas().len() * parallel.tp;
+        let (rate, far) = self.cluster.rate(&[0, next]);
+        let (share, latency) = if far {
+            (self.constants.between, self.constants.far_latency)
+        } else {
+            (self.constants.inside, self.constants.latency)
+        };
+        let parts = if self.job.config.pipeline.scatter_gather || parallel.sequence_parallel { parallel.tp } else { 1 };
+        latency + self.job.counts.message / parts as f64 * self.element() / (rate * share)
+    }
+
+    /// Parameters of the fullest rank.
+    fn parameters(&self) -> f64 {
+        let config = &self.job.config;
+        let [inner, outer] = self.job.counts.parameters.map(|number| number as f64);
+        let pp = config.parallelism.pp;
+        (config.model.num_layers as f64 / pp as f64).ceil() * inner + outer
+    }
+
+    /// What follows the last backward: the sum of gradients, the optimizer.
+    fn after(&self) -> Time {
+        let (of, parallel) = (self.constants, &self.job.config.parallelism);
+        let parameters = self.parameters();
+        let mut time = Time { seconds: of.step, exposed: BTreeMap::new() };
+        let sharded = if parallel.zero_stage > 0 { self.replicas().len() as f64 } else { 1.0 };
+        time.seconds += parameters / sharded * of.optimizer / (self.cluster.card.bandwidth * of.memory);
+        if !self.system.by_layer {
+            let all = self.among_replicas(2.0 * parameters * self.element());
+            let name = if parallel.zero_stage > 0 { "reduce_scatter, all_gather (dp)" } else { "all_reduce (dp)" };
+            let [_, layer, _] = &self.job.counts.parts;
+            let layers = (self.job.config.model.num_layers as f64 / parallel.pp as f64).ceil();
+            let behind = if self.system.overlaps { layers * self.pass(&layer.backward).seconds } else { 0.0 };
+            let hidden = all.min(behind);
+            time.wait(name, all - hidden + of.interference * hidden);
+        }
+        time
+    }
+
+    /// Bytes of the fullest card, which holds activations of so many layers.
+    fn memory(&self, layers: f64) -> f64 {
+        let (held, parallel, counts) = (&self.system.held, &self.job.config.parallelism, &self.job.counts);
+        let all = self.replicas().len() as f64;
+        let share = |stage: usize| if parallel.zero_stage >= stage { all } else { 1.0 };
+        let each = held.weight / share(3) + held.gradient / share(2) + held.states / share(1);
+        let [_, layer, _] = &counts.parts;
+        // Of the layer whose backward runs, a system that gathers by layer has whole weights and gradients.
+        let gathered = if self.system.by_layer {
+            4.0 * self.element() * counts.parameters[0].max(counts.parameters[1]) as f64
+        } else {
+            0.0
+        };
+        self.parameters() * each
+            + gathered
+            + (counts.kept * layers + counts.working) * held.activations
+            + layer.forward.scores * held.scores
+            + held.fixed
+    }
+}
+
+/// The time of two that run side by side, and wait for each other now and then.
+fn joined(card: f64, host: f64, exponent: f64) -> f64 {
+    match card.max(host) {
+        0.0 => 0.0,
+        most => most * ((card / most).powf(exponent) + (host / most).powf(exponent)).powf(1.0 / exponent),
+    }
+}

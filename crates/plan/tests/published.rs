@@ -1,0 +1,138 @@
+//! Published runs, as predicted by counts of this library's layers.
+
+use meshwork_plan::fit::{errors, half, published};
+use meshwork_plan::table::{Table, configured};
+use meshwork_plan::{Cluster, Counter, Job, Prediction, System};
+use std::collections::BTreeMap;
+
+fn predict(keys: &[(&str, toml::Value)], system: &str, cluster: &Cluster) -> Prediction {
+    let keys: BTreeMap<String, toml::Value> =
+        keys.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
+    let job = Job::new(configured(&keys).unwrap(), &mut Counter::default()).unwrap();
+    job.predict(&System::known(system).unwrap(), cluster).unwrap()
+}
+
+fn seven_billion(tp: i64, pp: i64) -> Vec<(&'static str, toml::Value)> {
+    vec![
+        ("model.preset", "llama3-8b".into()),
+        ("parallelism.dp", (16 / (tp * pp)).into()),
+        ("parallelism.tp", tp.into()),
+        ("parallelism.pp", pp.into()),
+        ("training.dtype", "bf16".into()),
+        ("training.global_batch_size", 64.into()),
+        ("training.micro_batch_size", 1.into()),
+        ("memory.recompute", "full".into()),
+    ]
+}
+
+/// What is stated in docs/planner.md, for the rows that no constant was fitted to.
+#[test]
+fn rows_that_were_not_fitted_are_predicted() {
+    for (name, median, ninth_decile) in [("fsdp-h100", 0.05, 0.12), ("fsdp-a100", 0.05, 0.12)] {
+        let system = System::known(name).unwrap();
+        let mut off = Vec::new();
+        for table in published(&system, &mut Counter::default()).unwrap() {
+            for row in half(&table.rows, true) {
+                let step = row.job.predict(&system, &row.cluster).unwrap();
+                assert!(step.fits, "{name}, {}: it ran, and {} bytes are predicted", table.name, step.memory);
+                off.push((step.seconds / row.measured.unwrap() - 1.0).abs());
+            }
+        }
+        off.sort_by(f64::total_cmp);
+        assert!(off[off.len() / 2] < median, "{name}: median {}", off[off.len() / 2]);
+        assert!(off[off.len() * 9 / 10] < ninth_decile, "{name}: nine of ten {}", off[off.len() * 9 / 10]);
+    }
+}
+
+/// By hand: two rows of which one is 10% too slow, one as measured; and their order is wrong.
+#[test]
+fn errors_are_counted_by_hand() {
+    let system = System::known("fsdp-a100").unwrap();
+    let tables = published(&system, &mut Counter::default()).unwrap();
+    let first = tables[0].rows[1].clone();
+    let seconds = first.job.predict(&system, &first.cluster).unwrap().seconds;
+    let row = |measured: f64| meshwork_plan::table::Row { measured: Some(measured), ..first.clone() };
+    let [exact, fast] = [row(seconds), row(seconds / 1.1)];
+    let found = errors(&system, &[&exact, &fast]).unwrap();
+    assert!((found.most - 0.1).abs() < 1e-9 && found.rows == 2, "{found:?}");
+    assert_eq!((found.pairs, found.fit), (1, 2));
+}
+
+/// A faster card or link, or more memory, never makes a step slower or the run too large.
+#[test]
+fn more_of_anything_is_never_slower() {
+    for (tp, pp) in [(1, 1), (2, 1), (2, 4), (8, 2)] {
+        let keys = seven_billion(tp, pp);
+        for system in System::names() {
+            let plain = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
+            let before = predict(&keys, system, &plain);
+            type Change = fn(&mut Cluster);
+            let changes: [(&str, Change); 6] = [
+                ("bf16", |more| more.card.bf16 *= 2.0),
+                ("bandwidth", |more| more.card.bandwidth *= 2.0),
+                ("memory", |more| more.card.memory *= 2.0),
+                ("inside", |more| more.inside *= 2.0),
+                ("between", |more| more.between *= 2.0),
+                ("units", |more| more.card.units /= 2.0),
+            ];
+            for (what, change) in changes {
+                let mut more = plain.clone();
+                change(&mut more);
+                let after = predict(&keys, system, &more);
+                assert!(after.seconds <= before.seconds, "{system}, {what}: {} {}", after.seconds, before.seconds);
+                assert!(after.fits || !before.fits, "{system}, {what}");
+            }
+        }
+    }
+}
+
+/// Sums and gathers are named, and only axes with several ranks have any.
+#[test]
+fn exposed_collectives_have_names() {
+    let cluster = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
+    let exposed = |tp, pp| predict(&seven_billion(tp, pp), "megatron-deepspeed-a100", &cluster).exposed;
+    assert!(exposed(2, 1).keys().any(|name| name.ends_with("(tp)")), "{:?}", exposed(2, 1));
+    assert!(exposed(2, 1).contains_key("all_reduce (dp)"));
+    assert!(exposed(1, 1).keys().all(|name| !name.ends_with("(tp)")));
+    assert!(!exposed(2, 8).contains_key("all_reduce (dp)"), "dp=1 has nothing to sum: {:?}", exposed(2, 8));
+}
+
+#[test]
+fn a_table_that_is_wrong_is_refused() {
+    let read = |text: &str, name: &str| Table::from_toml("runs.toml", text, name).map(|_| ()).unwrap_err().to_string();
+    assert_eq!(read("[table.a]\ncolumns = ['gpus']\nrows = []", "b"), "runs.toml: there is no table \"b\"; it has: a");
+    assert_eq!(read("[table.a]\ncolumns = ['gpus']\nrows = [[1, 2]]", "a"), "a, row 0: it has 2 values for 1 columns");
+    let columns =
+        "columns = ['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'tp', 'dp', 'pp']";
+    let fault = |row: &str| {
+        let text = format!("[table.a]\n{columns}\nrows = [{row}]");
+        let table = Table::from_toml("runs.toml", &text, "a").unwrap();
+        let system = System::known("meshwork").unwrap();
+        table.rows("a", &system, &mut Counter::default()).unwrap().remove(0).map(|_| ()).unwrap_err().to_string()
+    };
+    assert_eq!(fault("[8, 16, 1, 128, 4, 2, 64, 2, 2, 1]"), "a, row 0: dp=2, tp=2, pp=1 and cp=1 are not 8 cards");
+    assert_eq!(
+        fault("[8, 15, 1, 128, 4, 2, 64, 2, 4, 1]"),
+        "a, row 0: a batch of 15 is no multiple of dp=4 micro-batches of 1"
+    );
+}
+
+#[test]
+fn clusters_that_contradict_themselves_are_refused() {
+    let fault = |links: &str| {
+        let text = format!("[cluster]\nname = 'x'\nhosts = 2\ncards_per_host = 8\n[card]\nname = 'h100'\n{links}");
+        Cluster::from_toml("x.toml", &text).unwrap_err().to_string()
+    };
+    assert_eq!(
+        fault("[links]\nbetween = 9e11"),
+        "x.toml: cards of different hosts reach 9.000e11 B/s, those of one host 4.500e11; \
+         links.between is for each card, in bytes a second, and no faster than links.inside"
+    );
+    assert_eq!(
+        fault("f32 = 2e15"),
+        "x.toml: the card computes 2.000e15 operations a second on f32, and 9.894e14 on bf16; \
+         bf16 is no slower than f32"
+    );
+    assert_eq!(fault("memory = -1.0"), "x.toml: memory = -1; use a number above 0");
+    Cluster::names().for_each(|name| _ = Cluster::known(name).unwrap());
+}
