@@ -6,6 +6,9 @@
 //! | column-parallel | whole | in the region, as x in front of the block | `region.enter`, of `rank` features | rows | `Shard`, as y |
 //! | row-parallel | columns | `Partial`, as y before it is summed | `region.leave`, of `rank` features | whole | in the region, as y behind the block |
 //!
+//! A x is computed before the product with W, so that in backward its gradient is added to that of the other product
+//! where it lies; and a column-parallel layer adds B's product to W's where that one lies.
+//!
 //! So an adapter's result has the types of the product beside it, and what has other types cannot be added. The
 //! gradients of a whole A or B follow from its read: with sequence parallelism each rank of tp reads it for its slice
 //! of the sequence, the gradient is `Partial`, and the reducer sums it.
@@ -34,32 +37,41 @@ impl LowRank {
         !self.adapters.is_empty() && tape.has_adapters()
     }
 
-    /// `y + B · s · A · dropout(x)` of a column-parallel layer: `y` is `Shard`, `x` the input in front of the block.
-    pub fn add_column(&self, tape: &Tape, y: Var, x: &Var, region: Region) -> Result<Var> {
-        if !self.is_on(tape) {
-            return Ok(y);
-        }
+    /// `s · A · dropout(x)` of each adapter of a column-parallel layer, `[b, s, rank]` as B reads it; nothing without
+    /// adapters. `x` `[b, s, in]` is the input in front of the block.
+    pub fn of_column(&self, tape: &Tape, x: &Var, region: Region) -> Result<Vec<Var>> {
         let within = region.for_whole_weights(tape);
-        let x = region.moved(within, x)?; // [b, s, in]
-        let delta = |adapter: &Adapter| {
-            let inner = self.inner(tape, adapter, &x)?.scale(self.scale)?; // [b, s, rank]
-            within.enter(&inner)?.linear(&tape.param(adapter.b)?, 1) // [b, s, out/tp], Shard
-        };
-        y.add(&self.deltas(&y, delta)?)
+        self.of(tape, || region.moved(within, x), |inner| within.enter(&inner.scale(self.scale)?))
     }
 
-    /// The same of a row-parallel layer: `y` is the sum behind the block, `x` its input, `Shard`, of which the last
-    /// `contract` dims are summed over.
-    pub fn add_row(&self, tape: &Tape, y: Var, x: &Var, region: Region) -> Result<Var> {
-        if !self.is_on(tape) {
-            return Ok(y);
-        }
+    /// The same of a row-parallel layer: `x` is its input, `Shard`.
+    pub fn of_row(&self, tape: &Tape, x: &Var, region: Region) -> Result<Vec<Var>> {
         let within = region.for_whole_weights(tape);
-        let delta = |adapter: &Adapter| {
-            let inner = within.leave(&self.inner(tape, adapter, x)?)?.scale(self.scale)?; // [b, s, rank], Σ_tp
-            within.moved(region, &inner.linear(&tape.param(adapter.b)?, 1)?) // [b, s, out]
-        };
-        y.add(&self.deltas(&y, delta)?)
+        self.of(tape, || Ok(x.clone()), |inner| within.leave(inner)?.scale(self.scale)) // Σ_tp
+    }
+
+    fn of(&self, tape: &Tape, x: impl Fn() -> Result<Var>, to_all: impl Fn(&Var) -> Result<Var>) -> Result<Vec<Var>> {
+        if !self.is_on(tape) {
+            return Ok(Vec::new());
+        }
+        let x = x()?;
+        self.adapters.iter().map(|adapter| to_all(&self.inner(tape, adapter, &x)?)).collect()
+    }
+
+    /// B of the adapter, if there is one for all matrices of the weight.
+    pub fn whole(&self) -> Option<ParamId> {
+        self.adapters.first().filter(|adapter| adapter.matrix.is_none()).map(|adapter| adapter.b)
+    }
+
+    /// `y + B · inner` of a column-parallel layer: `y` is `Shard`, `inner` [that of the layer](Self::of_column).
+    pub fn add_column(&self, tape: &Tape, y: Var, inner: &[Var]) -> Result<Var> {
+        self.add(y, inner, |adapter, inner| inner.linear(&tape.param(adapter.b)?, 1)) // [b, s, out/tp], Shard
+    }
+
+    /// The same of a row-parallel layer: `y` is the sum behind the block.
+    pub fn add_row(&self, tape: &Tape, y: Var, inner: &[Var], region: Region) -> Result<Var> {
+        let within = region.for_whole_weights(tape);
+        self.add(y, inner, |adapter, inner| within.moved(region, &inner.linear(&tape.param(adapter.b)?, 1)?)) // [b, s, out]
     }
 
     /// `A · dropout(x)`, `[b, s, rank]`.
@@ -68,22 +80,24 @@ impl LowRank {
         x.dropout(self.dropout, &adapter.name)?.linear(&a, a.shape().len() - 1)
     }
 
-    /// The results of all adapters, in the dims of y: of one for all matrices of the weight, or of one for each, with
-    /// zeros for a matrix that has none.
-    fn deltas(&self, y: &Var, delta: impl Fn(&Adapter) -> Result<Var>) -> Result<Var> {
-        let (adapters, tape) = (&self.adapters, y.tape());
-        let Some(MatrixOf { dim, count, .. }) = adapters[0].matrix else { return delta(&adapters[0]) };
+    /// `y` and the results of all adapters, in the dims of y: of one for all matrices of the weight, or of one for
+    /// each, with zeros for a matrix that has none.
+    fn add(&self, y: Var, inner: &[Var], delta: impl Fn(&Adapter, &Var) -> Result<Var>) -> Result<Var> {
+        let (adapters, tape) = (|| self.adapters.iter().zip(inner), y.tape());
+        let Some((first, of_first)) = adapters().next() else { return Ok(y) };
+        let Some(MatrixOf { dim, count, .. }) = first.matrix else { return y.add(&delta(first, of_first)?) };
         // B has as many dims as the outputs: the rank in place of the dim that numbers matrices.
-        let dim = y.shape().len() - tape.params().shape(adapters[0].b).len() + dim;
-        let of = |index: usize| adapters.iter().find(|of| of.matrix.is_some_and(|matrix| matrix.index == index));
+        let dim = y.shape().len() - tape.params().shape(first.b).len() + dim;
+        let of = |index: usize| adapters().find(|(of, _)| of.matrix.is_some_and(|matrix| matrix.index == index));
         let part = |index: usize| match of(index) {
-            Some(adapter) => delta(adapter)?.unsqueeze(dim),
+            Some((adapter, inner)) => delta(adapter, inner)?.unsqueeze(dim),
             None => {
                 let zeros = Tensor::zeros(tape.device(), y.tensor().dtype(), y.shape().with(dim, 1))?;
                 let zeros = tape.constant(zeros, y.types());
                 y.padding().iter().try_fold(zeros, |zeros, (axis, extent)| zeros.padded(axis, extent))
             }
         };
-        (1..count).try_fold(part(0)?, |all, index| all.concat(&part(index)?, dim))
+        let deltas = (1..count).try_fold(part(0)?, |all, index| all.concat(&part(index)?, dim))?;
+        y.add(&deltas)
     }
 }

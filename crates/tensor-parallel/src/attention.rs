@@ -50,8 +50,7 @@ impl ParallelAttention {
         dropout: f32,
     ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
-        let qkv = self.qkv.forward(tape, &x)?; // [b, s, 3, heads/tp, d], Shard(heads)
-        let qkv = self.qkv.adapted(tape, qkv, normed, region)?;
+        let qkv = self.qkv.forward_adapted(tape, &x, normed, region)?; // [b, s, 3, heads/tp, d], Shard(heads)
         let mixed = qkv.self_attention(mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
@@ -67,8 +66,8 @@ impl ParallelAttention {
         attend: impl FnOnce(&Var, &Var, Option<(f32, &str)>) -> Result<Var>,
         dropout: f32,
     ) -> Result<Var> {
-        let qkv = self.qkv.forward(tape, &region.enter(normed)?)?; // [b, s, 3, heads/tp, d], Shard(heads)
-        let qkv = self.qkv.adapted(tape, qkv, normed, region)?;
+        let x = region.enter(normed)?; // [b, s, hidden], Replicate
+        let qkv = self.qkv.forward_adapted(tape, &x, normed, region)?; // [b, s, 3, heads/tp, d], Shard(heads)
         let q = qkv.narrow(2, 0..1)?.squeeze(2)?; // [b, s, heads/tp, d]
         let kv = qkv.narrow(2, 1..3)?.flatten(3..5)?; // [b, s, 2, heads/tp · d]
         let mixed = attend(&q, &kv, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)

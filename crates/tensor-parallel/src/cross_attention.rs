@@ -54,10 +54,9 @@ impl ParallelCrossAttention {
         lengths: Option<&Var>,
         dropout: f32,
     ) -> Result<Var> {
-        let q = self.q.forward(tape, &region.enter(normed)?)?; // [b, s, heads/tp, d], Shard(heads)
-        let q = self.q.adapted(tape, q, normed, region)?;
-        let kv = self.kv.forward(tape, &region.enter(memory)?)?; // [b, keys, 2, heads · d/tp], Shard(features)
-        let kv = self.kv.adapted(tape, kv, memory, region)?;
+        // [b, s, heads/tp, d], Shard(heads), and [b, keys, 2, heads · d/tp], Shard(features)
+        let q = self.q.forward_adapted(tape, &region.enter(normed)?, normed, region)?;
+        let kv = self.kv.forward_adapted(tape, &region.enter(memory)?, memory, region)?;
         let mask = Mask { pattern: Pattern::Cross, lengths, ..Mask::default() };
         let mixed = q.grouped_attention(&kv, None, mask, Some((dropout, &self.name)))?; // [b, s, heads/tp, d]
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual

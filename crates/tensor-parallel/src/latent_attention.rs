@@ -154,11 +154,11 @@ impl ParallelLatentAttention {
             Some(latent) => latent.forward(tape, &x)?.1,
             None => x.clone(),
         };
-        let q = self.q.forward(tape, &inner.enter(&of_q)?)?; // [b, s, heads/tp, query features], Shard(heads)
-        let q = self.q.adapted(tape, q, &of_q, inner)?;
+        // [b, s, heads/tp, query features], Shard(heads)
+        let q = self.q.forward_adapted(tape, &inner.enter(&of_q)?, &of_q, inner)?;
         let (down, latent) = self.of_keys.forward(tape, &x)?;
-        let kv = self.kv.forward(tape, &inner.enter(&latent)?)?; // [b, s, heads/tp, plain + values], Shard(heads)
-        let kv = self.kv.adapted(tape, kv, &latent, inner)?;
+        // [b, s, heads/tp, plain + values], Shard(heads)
+        let kv = self.kv.forward_adapted(tape, &inner.enter(&latent)?, &latent, inner)?;
         let shared = inner.enter(&down.narrow(2, kv_rank..kv_rank + turning)?)?; // [b, s, turning], Replicate
         let kv = self.keys_and_values(&shared.repeat(2, kv.shape()[2], Axis::Tp)?, &kv)?;
         let q = self.filled(&q.unflatten(3, &[2, self.of.query_features() / 2])?)?;

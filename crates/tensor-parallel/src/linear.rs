@@ -13,7 +13,7 @@ use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Rol
 /// `Partial`; it is summed in the backward of entering the block.
 ///
 /// Its weight may have [adapters](meshwork_tensor::param::Adapters), which read x in front of the block: a layer
-/// adds them by [`adapted`](Self::adapted).
+/// adds them by [`forward_adapted`](Self::forward_adapted).
 #[derive(Clone, Debug)]
 pub struct ColumnLinear {
     weight: ParamId,
@@ -82,10 +82,21 @@ impl ColumnLinear {
         if let Some(bias) = self.bias { x.linear_bias(&weight, &tape.param(bias)?, 1) } else { x.linear(&weight, 1) }
     }
 
-    /// `y`, the result of [`forward`](Self::forward), and what the adapters of the weight add to it. They read the
+    /// [`forward`](Self::forward) of the entered `x`, and what the adapters of the weight add to it. They read the
     /// input of the block: `normed` `[.., input]`, in the region.
+    pub fn forward_adapted(&self, tape: &Tape, x: &Var, normed: &Var, region: Region) -> Result<Var> {
+        let inner = self.adapters.of_column(tape, normed, region)?;
+        let (Some(b), Some(inner)) = (self.adapters.whole(), inner.first()) else {
+            return self.adapters.add_column(tape, self.forward(tape, x)?, &inner);
+        };
+        let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
+        x.linear_plus(&tape.param(self.weight)?, bias.as_ref(), 1, [inner, &tape.param(b)?])
+    }
+
+    /// `y`, the result of [`forward`](Self::forward), and what the adapters of the weight add to it, as
+    /// [`forward_adapted`](Self::forward_adapted) does.
     pub fn adapted(&self, tape: &Tape, y: Var, normed: &Var, region: Region) -> Result<Var> {
-        self.adapters.add_column(tape, y, normed, region)
+        self.adapters.add_column(tape, y, &self.adapters.of_column(tape, normed, region)?)
     }
 
     /// Whether [`adapted`](Self::adapted) adds something: a function of the result comes behind it.
@@ -183,8 +194,9 @@ impl RowLinear {
     /// `[.., output]` in the region between blocks, in which the residual is too. `dropout` is the probability of
     /// dropping an element.
     pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
+        let inner = self.adapters.of_row(tape, x, region)?;
         let y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
-        let mut y = self.adapters.add_row(tape, y, x, region)?;
+        let mut y = self.adapters.add_row(tape, y, &inner, region)?;
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         if let (Some(bias), Some(residual), 0.0) = (&bias, residual, dropout) {
             return y.bias_residual(bias, residual); // one pass

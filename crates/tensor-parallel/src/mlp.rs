@@ -50,7 +50,7 @@ impl ParallelMlp {
         let inner = match self.kind {
             MlpKind::Gelu if !self.up.is_adapted(tape) => self.up.forward_gelu(tape, &x)?,
             MlpKind::SwiGlu if !self.up.is_adapted(tape) => self.up.forward_swiglu(tape, &x)?,
-            other => other.apply(&self.up.adapted(tape, self.up.forward(tape, &x)?, normed, region)?)?,
+            other => other.apply(&self.up.forward_adapted(tape, &x, normed, region)?)?,
         }; // [b, s, ffn/tp], Shard(2)
         self.down.forward(tape, &inner, region, residual, dropout) // Σ_tp, + b, + residual
     }

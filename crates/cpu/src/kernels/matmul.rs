@@ -112,6 +112,9 @@ pub fn gemm_shared<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Updat
     if few_rows::few(m) {
         return few_rows::product(factors, c, update, epilogue);
     }
+    if few_rows::are_columns(factors) && matches!(epilogue, Epilogue::Nothing) {
+        return few_rows::transposed(factors, c, update);
+    }
     let threads = pool::threads();
     if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
         serial(factors, None, (c, (n, 1)), update, epilogue);
@@ -180,6 +183,13 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
     fn strides(self) -> Strides {
         match self {
             MatmulOperand::Full(_, strides) | MatmulOperand::Rounded(_, strides) => strides,
+        }
+    }
+
+    fn transposed(self) -> Self {
+        match self {
+            MatmulOperand::Full(x, (row, column)) => MatmulOperand::Full(x, (column, row)),
+            MatmulOperand::Rounded(x, (row, column)) => MatmulOperand::Rounded(x, (column, row)),
         }
     }
 

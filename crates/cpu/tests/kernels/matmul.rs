@@ -416,3 +416,27 @@ fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
         assert!(got == want, "{m} by {n}, {k}, {blocks} blocks");
     }
 }
+
+/// The gradient of a matrix of few columns reads its left factor, which is stored by columns, as the right one of the
+/// transposed product.
+#[test]
+fn few_columns_have_the_bits_of_many() {
+    let (m, n, k) = (300, 2 * FEW_ROWS, 600);
+    let (a, b, old): (Vec<f32>, Vec<f32>, Vec<f32>) = (values("a", k * m), values("b", k * n), values("c", m * n));
+    for (precision, update) in [Precision::F32, Precision::Bf16]
+        .into_iter()
+        .flat_map(|precision| [Update::Overwrite, Update::Accumulate].map(|update| (precision, update)))
+    {
+        let product = |columns: usize| {
+            let mut c: Vec<f32> = old.chunks(n).flat_map(|row| &row[..columns]).copied().collect();
+            let left = Full(&a[..], (1, m));
+            gemm_shared(factors(precision, [m, columns, k], left, Full(&b, (n, 1))), &mut c, update, Epilogue::Nothing);
+            c
+        };
+        let many = product(n);
+        for few in [1, 8, FEW_ROWS] {
+            let want: Vec<f32> = many.chunks(n).flat_map(|row| &row[..few]).copied().collect();
+            assert!(product(few) == want, "{precision:?}, {update:?}, {few} columns");
+        }
+    }
+}

@@ -5,6 +5,9 @@ use super::table::*;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
 
+/// A product with at most so many terms that is added to C has the bits of the product by itself, added afterwards.
+pub const FEW_TERMS: usize = 256;
+
 /// `C[m, n] = op(A) · op(B)` or `C += ..`, all row-major and contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gemm {

@@ -47,7 +47,7 @@ pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad, block_rows};
 pub use indexing::{Indexing, Picks};
 pub use layout::{Layout, check_copy};
 pub use loss::{Loss, PairNumber, Preference, VocabShard};
-pub use matmul::{Gemm, Matmul};
+pub use matmul::{FEW_TERMS, Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{FlatParts, Measured, Optim, WholeOptim, WholePart, WholeVectors};
 pub(crate) use outcome::Outcome;

@@ -67,6 +67,14 @@ pub fn cases() -> Vec<Case> {
         case("linear_bias", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
             v[0].linear_bias(&v[1], &v[2], 1)
         }),
+        case("linear_plus", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[2, 3, 2], R), (&[7, 2], S(0))], |_, v| {
+            v[0].linear_plus(&v[1], None, 1, [&v[2], &v[3]])
+        }),
+        case(
+            "linear_bias_plus",
+            &[(&[2, 3, 5], S(0)), (&[7, 5], R), (&[7], R), (&[2, 3, 2], S(0)), (&[7, 2], R)],
+            |_, v| v[0].linear_plus(&v[1], Some(&v[2]), 1, [&v[3], &v[4]]),
+        ),
         case("linear_bias_gelu", &[(&[2, 3, 5], R), (&[7, 5], S(0)), (&[7], S(0))], |_, v| {
             v[0].linear_gelu(&v[1], &v[2], 1)
         }),

@@ -90,6 +90,25 @@ fn linear_with_what_follows_it() {
     check("linear_bias_gelu over two dims", &inputs, |_, v| v[0].linear_gelu(&v[1], &v[2], 2));
 }
 
+/// A second product beside the first, with the bits of the separate operations; and x read by others, whose gradients
+/// lie there already.
+#[test]
+fn linear_plus() {
+    let inputs: [(_, &[usize]); 5] =
+        [("x", &[2, 3, 5]), ("w", &[4, 5]), ("u", &[2, 3, 2]), ("v", &[4, 2]), ("b", &[4])];
+    check("linear_plus", &inputs[..4], |_, v| v[0].linear_plus(&v[1], None, 1, [&v[2], &v[3]]));
+    check("linear_bias_plus", &inputs, |_, v| {
+        let together = v[0].linear_plus(&v[1], Some(&v[4]), 1, [&v[2], &v[3]])?;
+        let apart = v[0].linear_bias(&v[1], &v[4], 1)?.add(&v[2].linear(&v[3], 1)?)?;
+        assert_eq!(together.tensor().to_vec::<f64>()?, apart.tensor().to_vec::<f64>()?);
+        Ok(together)
+    });
+    check("an adapter", &[inputs[0], inputs[1], ("a", &[2, 5]), inputs[3]], |_, v| {
+        let inner = v[0].linear(&v[2], 1)?.scale(0.5)?;
+        v[0].linear_plus(&v[1], None, 1, [&inner, &v[3]])?.gelu()
+    });
+}
+
 /// Both products, one of them, and with other uses of x.
 #[test]
 fn linear_pairs() {

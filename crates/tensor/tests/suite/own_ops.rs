@@ -165,6 +165,9 @@ fn products() {
     check_weights("linear_bias", x(&[1, 3, 5]), &with_bias, |v| v[0].linear_bias(&v[1], &v[2], 1));
     check_weights("linear_gelu", x(&[1, 3, 5]), &with_bias, |v| v[0].linear_gelu(&v[1], &v[2], 1));
     check_weights("linear_gelu without bias", x(&[1, 5]), &with_bias[..1], |v| v[0].linear_gelu(&v[1], None, 1));
+    check_weights("linear_plus", x(&[3, 5]), &[("w", &[3, 5]), ("v", &[3, 5])], |v| {
+        v[0].linear_plus(&v[1], None, 1, [&v[0], &v[2]])
+    });
     for which in 0..2 {
         check_weights("linear_pair", x(&[3, 5]), &[("v", &[3, 5]), ("w", &[3, 5]), ("b", &[3])], |v| {
             let pair = v[0].linear_pair([(&v[1], None), (&v[2], Some(&v[3]))], 1)?;

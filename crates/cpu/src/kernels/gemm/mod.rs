@@ -740,11 +740,15 @@ impl<F: Finish<f32>> Product<F> {
                 for first in (0..columns).step_by(width) {
                     let columns = (columns - first).min(width);
                     tiles -= 1;
-                    let ahead = next.and_then(|next| self.ahead::<M>(next, tiles)).unwrap_or((a.cast(), 0));
+                    let b_start = b.start.wrapping_add(first / width * b.panel);
+                    let ahead = match next.and_then(|next| self.ahead::<M>(next, tiles)) {
+                        // One panel reads B once: its next columns, far apart if it is read in place.
+                        _ if panels == 1 => (b_start.wrapping_add(b.panel).cast(), b.step * size_of::<f32>()),
+                        of_a => of_a.unwrap_or((a.cast(), 0)),
+                    };
                     // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
                     unsafe {
                         let c = self.c.add(i * self.c_row + j + first);
-                        let b_start = b.start.wrapping_add(first / width * b.panel);
                         let (b, b_step, c_row) = (b_start, b.step, self.c_row);
                         M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead });
                     }

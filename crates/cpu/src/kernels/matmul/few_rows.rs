@@ -34,6 +34,34 @@ pub(super) fn product<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Up
     serial(none, None, (c, (n, 1)), Update::Accumulate, epilogue);
 }
 
+/// Whether a product has few columns, and its left factor is stored by columns, as in the gradient of a matrix of few
+/// columns: reading that factor is the main cost, and its rows lie apart.
+pub(super) fn are_columns<T: Float>(factors: Factors<'_, T>) -> bool {
+    let ([m, n, _], (row, column)) = (factors.dims, factors.a.strides());
+    (1..=gemm::FEW_ROWS).contains(&n) && m > gemm::FEW_ROWS && row == 1 && column != 1
+}
+
+/// [`gemm_shared`](super::gemm_shared) of such factors: `Cᵀ = Bᵀ · Aᵀ`, whose right factor is read in the order in
+/// which it is stored. The products are the same, commuted.
+pub(super) fn transposed<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Update) {
+    let [m, n, k] = factors.dims;
+    assert_inside("C", m, n, (n, 1), c.len());
+    let mut turned = vec![T::ZERO; m * n];
+    if update == Update::Accumulate {
+        turn([m, n], &c[..m * n], &mut turned);
+    }
+    let [a, b] = [factors.b, factors.a].map(|factor| factor.transposed());
+    product(Factors { dims: [n, m, k], a, b, ..factors }, &mut turned, update, Epilogue::Nothing);
+    turn([n, m], &turned, &mut c[..m * n]);
+}
+
+/// Writes the transpose of a matrix.
+fn turn<T: Float>([rows, columns]: [usize; 2], from: &[T], to: &mut [T]) {
+    for (i, row) in from.chunks_exact(columns).enumerate() {
+        row.iter().zip(to[i..].iter_mut().step_by(rows)).for_each(|(from, to)| *to = *from);
+    }
+}
+
 /// Lets the free threads compute a row-major C, some columns at a time: `part` gets the first column, the number of
 /// columns, and their rows without gaps, which contain the old values of C if `update` adds to it.
 pub(super) fn by_columns<T: Float>(
