@@ -20,7 +20,7 @@ KERNEL add(const float* a, const float* b, float* out, i64 count) { join_vectors
 KERNEL add_f64(const double* a, const double* b, double* out, i64 count) { join_vectors<2>(a, b, out, count, Plus()); }
 
 KERNEL add_16(const u16* a, const u16* b, u16* out, i64 count, int f16) {
-    join_vectors<EIGHT>(halves(a, f16), halves(b, f16), halves(out, f16), count, Plus());
+    in_type(f16, [&](auto of) { join_vectors<EIGHT>(of(a), of(b), of(out), count, Plus()); });
 }
 
 KERNEL add_assign(float* a, const float* b, i64 count) { join_vectors<FOUR>(a, b, a, count, Plus()); }
@@ -29,13 +29,13 @@ KERNEL add_assign(float* a, const float* b, i64 count) { join_vectors<FOUR>(a, b
 KERNEL add_assign_f64(double* a, const double* b, i64 count) { join_vectors<2>(a, b, a, count, Plus()); }
 
 KERNEL add_assign_16(u16* a, const u16* b, i64 count, int f16) {
-    join_vectors<EIGHT>(halves(a, f16), halves(b, f16), halves(a, f16), count, Plus());
+    in_type(f16, [&](auto of) { join_vectors<EIGHT>(of(a), of(b), of(a), count, Plus()); });
 }
 
 KERNEL bias(const float* x, const float* bias, float* out, i64 count, i64 n) { join_vectors<FOUR>(x, beside(bias, n), out, count, Plus()); }
 
 KERNEL bias_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
-    join_vectors<EIGHT>(halves(x, f16), beside(halves(bias, f16), n), halves(out, f16), count, Plus());
+    in_type(f16, [&](auto of) { join_vectors<EIGHT>(of(x), beside(of(bias), n), of(out), count, Plus()); });
 }
 
 template <int N, class In, class Out> DEVICE void bias_residual_of(In x, In bias, In residual, Out out, i64 count, i64 n) {
@@ -52,7 +52,7 @@ KERNEL bias_residual(const float* x, const float* bias, const float* residual, f
 }
 
 KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16* out, i64 count, i64 n, int f16) {
-    bias_residual_of<EIGHT>(halves(x, f16), halves(bias, f16), halves(residual, f16), halves(out, f16), count, n);
+    in_type(f16, [&](auto of) { bias_residual_of<EIGHT>(of(x), of(bias), of(residual), of(out), count, n); });
 }
 
 // Sums of the rows starts[i] .. starts[i + 1], one after another, from zero: first the rows of each part, then the
@@ -73,5 +73,5 @@ template <int N, class In> DEVICE void parts_of(In x, const i64* starts, float* 
 KERNEL sum_parts(const float* x, const i64* starts, float* sums, i64 parts, i64 n) { parts_of<FOUR>(x, starts, sums, parts, n); }
 
 KERNEL sum_parts_16(const u16* x, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
-    parts_of<EIGHT>(halves(x, f16), starts, sums, parts, n);
+    in_type(f16, [&](auto of) { parts_of<EIGHT>(of(x), starts, sums, parts, n); });
 }

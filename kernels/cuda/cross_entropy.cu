@@ -30,12 +30,11 @@
 
 // 16 bytes of numbers as words, and a number from its word.
 DEVICE u32 word_of(const Vector<float, FOUR>& bits, int word) { return __float_as_uint(bits.of[word]); }
-DEVICE u32 word_of(const Vector<u16, EIGHT>& bits, int word) { return bits.of[2 * word] | static_cast<u32>(bits.of[2 * word + 1]) << 16; }
+DEVICE u32 word_of(const Pairs<EIGHT>& bits, int word) { return bits.of[word]; }
 
 DEVICE float number_of(const float*, u32 word, i64) { return __uint_as_float(word); }
-DEVICE float number_of(const Halves& x, u32 word, i64 i) {
-    u16 bits = static_cast<u16>(word >> (i % 2 * 16));
-    return x.f16 ? from_f16(bits) : from_bf16(bits);
+template <class Type> DEVICE float number_of(const Halves<Type>&, u32 word, i64 i) {
+    return Type::wide(static_cast<u16>(word >> (i % 2 * 16)));
 }
 
 // The column of a target, -1 if it is not held here.
@@ -92,7 +91,7 @@ KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i
 
 KERNEL cross_entropy_stats_16(const u16* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                               float* target, i64 rows, int f16) {
-    cross_entropy_stats_of<EIGHT>(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
+    in_type(f16, [&](auto of) { cross_entropy_stats_of<EIGHT>(of(logits), targets, pitch, skipped, valid, first, max, sum, target, rows); });
 }
 
 #undef MOST_THREADS
@@ -168,5 +167,7 @@ KERNEL cross_entropy_backward(float* logits, const int* targets, const float* ls
 
 KERNEL cross_entropy_backward_16(u16* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped, i64 width,
                                  i64 valid, i64 first, i64 samples, i64 rows, int f16) {
-    cross_entropy_backward_of<EIGHT>(halves(logits, f16), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    in_type(f16, [&](auto of) {
+        cross_entropy_backward_of<EIGHT>(of(logits), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    });
 }
