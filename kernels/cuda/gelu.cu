@@ -85,7 +85,7 @@ KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n
 }
 
 // The same; and for each part the sum of unrounded dx over the rows starts[part] .. starts[part + 1], one row after
-// another. sum_parts adds up the parts to the gradient of the bias.
+// another. sum_blocks adds up the parts to the gradient of the bias.
 template <int N, class In, class Out> DEVICE void gelu_parts(In x, In bias, Out dy, const i64* starts, float* sums, i64 parts, i64 n) {
     RowPlace at = row_place<N>(parts, n);
     if (!at.there) return;

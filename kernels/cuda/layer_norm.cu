@@ -11,7 +11,7 @@
 //           read to accumulate); all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are
 //           read more than once, from the cache except in backward (_wide), and once more for the parts.
 // Bits      as on the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which
-//           sum_parts (bias.cu) adds up.
+//           sum_blocks (bias.cu) adds up.
 #include "norm.cuh"
 
 template <int N, class In, class Out>

@@ -10,10 +10,9 @@
 // bits.
 #define ROUND 12583039.0f
 
-// e^x. NaN passes.
-DEVICE float exp_bits(float x) {
+// e^x for x of at most 89. NaN passes.
+DEVICE float exp_below(float x) {
     x = -88.0f > x ? -88.0f : x;
-    x = 89.0f < x ? 89.0f : x;
     float shifted = fmaf(x, static_cast<float>(LOG2_E), ROUND);
     float n = shifted - ROUND;
     float r = fmaf(n, 2.1219444e-4f, fmaf(n, -(355.0f / 512.0f), x));
@@ -25,6 +24,9 @@ DEVICE float exp_bits(float x) {
     float exp_r = fmaf(p, r * r, r) + 1.0f;
     return exp_r * __uint_as_float(__float_as_uint(shifted) << 23);
 }
+
+// e^x. NaN passes.
+DEVICE float exp_bits(float x) { return exp_below(89.0f < x ? 89.0f : x); }
 
 // ln x of a positive number that is not subnormal. Nothing is fused.
 DEVICE float ln_bits(float x) {
