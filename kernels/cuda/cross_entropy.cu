@@ -5,7 +5,7 @@
 // Shapes    logits [rows, pitch], whose columns skipped .. skipped + width are this shard: first `valid` words, from
 //           word `first` on, then padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows
 //           / samples rows each. A negative target masks its row.
-// Geometry  gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh). Statistics: the same with
+// Geometry gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh). Statistics: the same with
 //           8 threads in place of a half warp, two lanes each; blocks of 128 threads, of 256 for rows of more than
 //           16,384 words, of 512 for more than 32,768: two such blocks fit on an SM with 228 KiB. Rescaling and lse: one
 //           thread per row; the loss: one warp per sample.
@@ -84,8 +84,8 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
     }
     largest = max_of_team<HELD_LANES>(team, partial, largest);
     __syncthreads();  // the rows are in shared memory
-    // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN. No element is larger
-    // than `from`.
+    // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN. No element is
+    // larger than `from`.
     float from = largest > -INFINITE ? largest : 0.0f;
     double total = 0.0;
     for (int round = 0; round < blocks; round += team.halves) {

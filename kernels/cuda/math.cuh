@@ -57,8 +57,8 @@ DEVICE float reciprocal_near(float x) {
 #endif
 
 // The bits of 1/x for x from 1 to 2, from `near`, which is one unit in the last place off at most: steps of Newton,
-// without the branches of a division. The steps miss one number, the last before 2, whose reciprocal lies almost halfway
-// between two numbers (Markstein, 1990). NaN passes.
+// without the branches of a division. The steps miss one number, the last before 2, whose reciprocal lies almost
+// halfway between two numbers (Markstein, 1990). NaN passes.
 DEVICE float reciprocal_from(float near, float x) {
     float y = fmaf(near, fmaf(-x, near, 1.0f), near);
     y = fmaf(y, fmaf(-x, y, 1.0f), y);

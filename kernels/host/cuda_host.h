@@ -12,8 +12,8 @@
 //   arrive.
 //
 // Not modelled: memory shared by concurrent blocks (blocks run one after the other), order between the threads of a
-// warp without a barrier of the block, atomics, and time. Instructions that only PTX has are in float16_host.h, tensor_core_host.h and
-// bulk_copy_host.h.
+// warp without a barrier of the block, atomics, and time. Instructions that only PTX has are in float16_host.h,
+// tensor_core_host.h and bulk_copy_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>

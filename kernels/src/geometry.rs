@@ -39,8 +39,8 @@ pub enum Geometry {
     /// `items` rows of `width` elements, one team of half warps per row, one half warp for each block of a row.
     Rows,
     /// As `Rows`, but 8 threads take a block of a row, so that blocks have 128 threads; rows of more than 16,384
-    /// elements have a block of 256 threads each, and rows of more than 32,768 a block of 512. A block has shared memory
-    /// for its rows, at most 100,608 bytes: `cuda/cross_entropy.cu`.
+    /// elements have a block of 256 threads each, and rows of more than 32,768 a block of 512. A block has shared
+    /// memory for its rows, at most 100,608 bytes: `cuda/cross_entropy.cu`.
     HeldRows {
         /// Bytes of an element.
         bytes: u32,
