@@ -5,10 +5,11 @@
 
 For each file of kernels/cuda and each target: PTX and machine code, warnings as errors. Faults: a register that is spilled, a stack frame, an
 operation in PTX that may be fused or flushed where the source does not say so, or a line that differs from the report. `--write` writes the
-report. The compiler comes from PyPI's wheels, once, into a virtual environment (by default target/cuda-venv): about 500 MB.
+report. It also counts instructions of sm_90a, from nvdisasm. The compiler comes from PyPI's wheels, once, into a virtual environment (by default target/cuda-venv): about 500 MB.
 """
 
 import argparse
+import heapq
 import os
 import re
 import subprocess
@@ -21,13 +22,35 @@ ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "kernels/cuda"
 REPORT = ROOT / "kernels/report.md"
 # One version of the compiler, so that the numbers of the report can be compared.
-WHEELS = ["nvidia-cuda-nvcc==13.5.37", "nvidia-nvvm==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-cuda-runtime==13.5.37"]
+WHEELS = ["nvidia-cuda-nvcc==13.5.37", "nvidia-nvvm==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-cuda-runtime==13.5.37",
+          "nvidia-cuda-nvdisasm==13.5.37"]
 # The oldest that the project is for, Hopper with its own instructions, and the two newest that this compiler knows.
 TARGETS = ["sm_80", "sm_90a", "sm_107", "sm_121"]
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 # Products and sums of floats must name their rounding, or ptxas may fuse them; none may flush subnormal numbers.
+# The target whose instructions are counted, and registers of its SMs.
+COUNTED = "sm_90a"
+SM_REGISTERS = 65536
+# Kernels whose instructions are counted by the element: elements that a thread takes at a time.
+STRAIGHT = {
+    "add_16": 8, "bias_16": 8, "bias_residual_16": 8, "gelu_forward_16": 8, "gelu_backward_16": 8, "swiglu_forward_16": 8,
+    "swiglu_backward_16": 8, "f32_to_operand": 8, "f32_to_bf16": 8, "f32_to_f16": 8, "f16_to_f32": 8, "bf16_to_f32": 8,
+    "gelu_forward_f32": 4, "swiglu_forward_f32": 4,
+}
+# Kernels with loops: for each loop an instruction that it has, and the elements of an iteration.
+LOOPS = {
+    "cross_entropy_stats": (("LDG.E.128", 4), ("FFMA", 8)),
+    "cross_entropy_stats_16": (("LDG.E.128", 8), ("FFMA", 8)),
+    "cross_entropy_backward_16": (("STG.E.128", 8),),
+}
+# Files with a loop over tiles of products.
+PRODUCTS = ("flash_forward", "flash_backward", "grouped_tensor")
+KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
+# A flush to zero that the source asks for, the estimate of a reciprocal that Newton's steps make exact (math.cuh), a
+# step of CUDA's own logarithm in f64, and the power of two of the tensor-core kernels, whose users promise no bits.
+MEANT = re.compile(r"mul\.rn\.ftz\.f32 %\w+, %\w+, 0f3F800000|rcp\.approx\.ftz\.f(?:32|64)|ex2\.approx\.ftz\.f32")
 UNROUNDED = re.compile(r"^\s*(?:mul|add|sub|fma|div|sqrt|rcp)\.(?!rn\b)[\w.]*f(?:32|64)\b|\.ftz\b|\.approx\b", re.MULTILINE)
 
 
@@ -47,7 +70,7 @@ def variants():
 def nvcc(venv):
     """The compiler, installed if need be."""
     found = sorted(venv.glob("lib/python3*/site-packages/nvidia/cu13/bin/nvcc"))
-    if not found:
+    if not found or not found[0].with_name("nvdisasm").exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         subprocess.run([str(venv / "bin/pip"), "install", "--quiet", *WHEELS], check=True)
         found = sorted(venv.glob("lib/python3*/site-packages/nvidia/cu13/bin/nvcc"))
@@ -74,17 +97,141 @@ def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
         elif found := USED.search(line):
             if only in ("", kernel):
                 table[variant if only else kernel, target] = (int(found.group(1)), int(found.group(2) or 0))
-    # The reciprocal is a step of CUDA's own logarithm in f64; the power of two is that of tensor_core.cuh, whose users
-    # promise no bits.
-    ptx = next(kept.glob("*.ptx")).read_text(encoding="utf-8")
-    for allowed in ("rcp.approx.ftz.f64", "ex2.approx.ftz.f32"):
-        ptx = ptx.replace(allowed, "")
+    ptx = MEANT.sub("", next(kept.glob("*.ptx")).read_text(encoding="utf-8"))
     for found in UNROUNDED.finditer(ptx):
         faults.append(f"{source.name} for {target}: rounds as ptxas likes: {found.group(0).strip()}")
+    if target == COUNTED:
+        threads = dict(re.findall(r"\.entry (\w+)\(.*?\.maxntid (\d+)", ptx, re.DOTALL))
+        for kernel, code in functions(compiler, kept / "kernels.cubin").items():
+            if only in ("", kernel) and kernel in threads:
+                table[variant if only else kernel, "code"] = (code, int(threads[kernel]))
     return faults, table
 
 
-def report(sources, table):
+def functions(compiler, cubin):
+    """{kernel: its instructions and labels}."""
+    listing = subprocess.run([str(compiler.with_name("nvdisasm")), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    found, code = {}, []
+    for line in listing.splitlines():
+        if start := re.match(r"\.text\.(\w+):", line.strip()):
+            code = found.setdefault(start.group(1), [])
+        elif part := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;|\s*(\.L_x_\d+:)", line):
+            code.append(part.group(1) or part.group(2))
+    return found
+
+
+def flow(code):
+    """The instructions, and for each the places of those that may follow it."""
+    places, instructions = {}, []
+    for line in code:
+        if line.endswith(":"):
+            places[line[:-1]] = len(instructions)
+        else:
+            instructions.append(line)
+    following = []
+    for at, line in enumerate(instructions):
+        name = re.sub(r"^@!?U?P\w+ ", "", line)
+        to = [at + 1]
+        if jump := re.match(r"BRA(.*)`\((\.L_x_\d+)\)", name):
+            always = name == line and not re.search(r"[.P]", jump.group(1))
+            to = [places[jump.group(2)], *([] if always else to)]
+        elif name == line and re.match(r"(EXIT|RET|BRA)\b", name):
+            to = []
+        following.append([place for place in to if place < len(instructions)])
+    return instructions, following
+
+
+def steps(starts, following):
+    """For each instruction the fewest instructions from one of the starts to it, with both."""
+    fewest, queue = [None] * len(following), [(1, start) for start in starts]
+    heapq.heapify(queue)
+    while queue:
+        count, at = heapq.heappop(queue)
+        if fewest[at] is None:
+            fewest[at] = count
+            for place in following[at]:
+                heapq.heappush(queue, (count + 1, place))
+    return fewest
+
+
+def cheapest(instructions, following, start, ends, through):
+    """The fewest instructions from a start to an end through one with this text: without the ways for odd sizes."""
+    before = [[] for _ in following]
+    for at, places in enumerate(following):
+        for place in places:
+            before[place].append(at)
+    there, back = steps([start], following), steps(ends, before)
+    ways = [there[at] + back[at] - 1 for at, line in enumerate(instructions) if through in line and there[at] and back[at]]
+    return min(ways, default=None)
+
+
+def of_element(kernel, code):
+    """Instructions for an element of a kernel of STRAIGHT or LOOPS."""
+    instructions, following = flow(code)
+    if kernel in STRAIGHT:
+        ends = [at for at, line in enumerate(instructions) if "EXIT" in line]
+        return cheapest(instructions, following, 0, ends, "STG.E.128") / STRAIGHT[kernel]
+    loops = [(place, at) for at, places in enumerate(following) for place in places if place <= at]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    total = 0.0
+    for through, elements in LOOPS[kernel]:
+        ways = [cheapest(instructions[a:b + 1], [[to - a for to in tos if a <= to <= b and to != a] for tos in following[a:b + 1]], 0, [b - a], through)
+                for a, b in inner]
+        longest = {"FFMA": max}.get(through, min)  # loops over rests are shorter
+        total += longest(way for way in ways if way) / elements
+    return total
+
+
+def of_products(kernel, table):
+    """LDSM and HMMA in the loop over tiles, their ratio, and the blocks on an SM by registers; None without products."""
+    code, threads = table[kernel, "code"]
+    instructions, following = flow(code)
+    loops = [instructions[place:at + 1] for at, places in enumerate(following) for place in places if place <= at]
+    count = lambda loop, name: sum(name in line for line in loop)
+    loop = max(loops, key=lambda loop: (count(loop, "HMMA"), -len(loop)), default=[])
+    loads, products = count(loop, "LDSM"), count(loop, "HMMA")
+    blocks = SM_REGISTERS // (threads * -(-table[kernel, COUNTED][0] // 8) * 8)
+    return f"{loads} | {products} | {products / loads:.2f} | {blocks} |" if loads else None
+
+
+def counts(sources, table, old):
+    """Lines of the report about instructions."""
+    lines = [
+        "", f"## Instructions of {COUNTED}", "",
+        "Counted in machine code. For an element: on the way for whole and aligned 16 bytes, without a bias; of the two types of 16 bits the",
+        "cheaper one. For products: `LDSM` of four matrices and `HMMA` of 16 × 8 × 16 in the loop over tiles. Shared memory gives a warp the 512",
+        "bytes of an `LDSM` in 4 clocks, and an H100's tensor cores do an `HMMA` in 1: with r `HMMA` for each `LDSM` a kernel reaches r / 4 of the",
+        "card at most. Blocks on an SM: by registers.",
+        "", "| kernel | instructions an element |", "|---|---|",
+    ]
+    for kernel in [*STRAIGHT, *LOOPS]:
+        lines.extend(row(old, f"| by the element: `{kernel}` | ", lambda: f"{of_element(kernel, table[kernel, 'code'][0]):.1f} |"))
+    lines += ["", "| kernel | LDSM | HMMA | HMMA for each LDSM | blocks on an SM |", "|---|---|---|---|---|"]
+    names = [name for source in sources if source.stem in PRODUCTS for name in KERNEL.findall(source.read_text(encoding="utf-8"))]
+    for key in [*names, *variants()]:
+        if isinstance(key, tuple) and variants()[key][0].stem not in PRODUCTS:
+            continue
+        name = f"`{key}`" if isinstance(key, str) else f"`{key[0]}`, {key[1]}"
+        lines.extend(row(old, f"| by the product: {name} | ", lambda: of_products(key, table)))
+    return lines
+
+
+def taken(table, kernel):
+    """Shared bytes and registers."""
+    shared = sorted({table[kernel, target][1] for target in TARGETS})
+    return " | ".join([", ".join(map(str, shared)), *(str(table[kernel, target][0]) for target in TARGETS)]) + " |"
+
+
+def row(old, start, rest):
+    """The row of the report that begins so, in a list; the old one, if its file was left out; none without a rest."""
+    try:
+        made = rest()
+        return [start + made] if made else []
+    except KeyError:
+        return [line for line in old.splitlines() if line.startswith(start)]
+
+
+def report(sources, table, old):
     lines = [
         "# What the kernels take of a GPU",
         "",
@@ -95,43 +242,43 @@ def report(sources, table):
         "|---|---|---|" + "---|" * len(TARGETS),
     ]
     for source in sources:
-        names = re.findall(r"^KERNEL (\w+)\(", source.read_text(encoding="utf-8"), re.MULTILINE)
+        names = KERNEL.findall(source.read_text(encoding="utf-8"))
         for name in names:
-            shared = {table[name, target][1] for target in TARGETS}
-            counts = " | ".join(str(table[name, target][0]) for target in TARGETS)
-            lines.append(f"| {source.name} | `{name}` | {', '.join(map(str, sorted(shared)))} | {counts} |")
+            lines.extend(row(old, f"| {source.name} | `{name}` | ", lambda: taken(table, name)))
     lines += ["", "Variants (`src/variants.rs`):", "", *lines[5:7]]
     lines[-2] = lines[-2].replace("file | kernel", "kernel | variant")
     for variant in variants():
-        counts = " | ".join(str(table[variant, target][0]) for target in TARGETS)
-        lines.append(f"| `{variant[0]}` | {variant[1]} | {table[variant, TARGETS[0]][1]} | {counts} |")
-    return "\n".join(lines) + "\n"
+        lines.extend(row(old, f"| `{variant[0]}` | {variant[1]} | ", lambda: taken(table, variant)))
+    return "\n".join(lines + counts(sources, table, old)) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write kernels/report.md")
     parser.add_argument("--venv", type=Path, default=ROOT / "target/cuda-venv", help="where the compiler is, or is installed")
+    parser.add_argument("--only", metavar="FILE", nargs="+", help="compile these files alone, as `gelu`: other rows of the report stay")
     arguments = parser.parse_args()
     compiler, sources = nvcc(arguments.venv), sorted(CUDA.glob("*.cu"))
-    jobs = [(source, target) for source in sources for target in TARGETS]
-    jobs += [(source, target, variant, macros) for variant, (source, macros) in variants().items() for target in TARGETS]
+    asked = [source for source in sources if not arguments.only or source.stem in arguments.only]
+    jobs = [(source, target) for source in asked for target in TARGETS]
+    jobs += [(source, target, variant, macros) for variant, (source, macros) in variants().items() if source in asked for target in TARGETS]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda job: compile_one(compiler, job[0], job[1], Path(folder), *job[2:]), jobs))
     faults, table = [fault for found, _ in results for fault in found], {}
     for _, found in results:
         table.update(found)
     if not faults:
-        text = report(sources, table)
+        old = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
+        text = report(sources, table, old)
         if arguments.write:
             REPORT.write_text(text, encoding="utf-8")
-        old = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
+            old = text
         pairs = set(old.splitlines()) ^ set(text.splitlines())
         faults += [f"report.md differs: {line}" for line in sorted(pairs)]
     for fault in faults:
         print(f"kernels: {fault}", file=sys.stderr)
     if not faults:
-        print(f"{len(table) // len(TARGETS)} kernels and variants in {len(sources)} files, each for {', '.join(TARGETS)}: as in kernels/report.md")
+        print(f"{sum(key[1] == COUNTED for key in table)} kernels and variants in {len(asked)} files, each for {', '.join(TARGETS)}: as in kernels/report.md")
     sys.exit(bool(faults))
 
 

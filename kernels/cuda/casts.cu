@@ -9,27 +9,30 @@
 // Bits      exact where nothing is rounded. f32 to bf16: as the communicator rounds (bf16::from_f32 of crate half); to
 //           operands of products, where subnormals become zeros: crates/cpu/src/kernels/round.rs. f32 to f16: half's
 //           f16::from_f32.
-#include "float16.cuh"
-#include "neighbours.cuh"
+#include "halves.cuh"
+
+struct Same {
+    DEVICE float operator()(float x) const { return x; }
+};
 
 KERNEL f32_to_bf16(const float* from, u16* to, i64 count) {
     map_vectors<EIGHT>(from, to, count, [](float x) { return to_bf16(x); });
 }
 
 KERNEL f32_to_operand(const float* from, u16* to, i64 count) {
-    map_vectors<EIGHT>(from, to, count, [](float x) { return to_operand(x); });
+    map_vectors<EIGHT>(from, Bf16Type()(to), count, Same());
 }
 
 KERNEL bf16_to_f32(const u16* from, float* to, i64 count) {
-    map_vectors<EIGHT>(from, to, count, [](u16 x) { return from_bf16(x); });
+    map_vectors<EIGHT>(Bf16Type()(from), to, count, Same());
 }
 
 KERNEL f32_to_f16(const float* from, u16* to, i64 count) {
-    map_vectors<EIGHT>(from, to, count, [](float x) { return to_f16(x); });
+    map_vectors<EIGHT>(from, F16Type()(to), count, Same());
 }
 
 KERNEL f16_to_f32(const u16* from, float* to, i64 count) {
-    map_vectors<EIGHT>(from, to, count, [](u16 x) { return from_f16(x); });
+    map_vectors<EIGHT>(F16Type()(from), to, count, Same());
 }
 
 KERNEL bucket_gather(const float* const* tensors, const i64* starts, i64 count_tensors, float* bucket, i64 count) {

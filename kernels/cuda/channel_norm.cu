@@ -5,7 +5,7 @@
 //   dx = rstd (dy gamma - mean(g) - x̂ mean(g x̂)),  g = dy gamma,  x̂ = (x - mean) rstd;  dgamma = Σ dy x̂,  dbeta = Σ dy over the rows of a block
 //
 // Shapes    x, y, dy, dx [blocks, rows, n]; mean, variance, and the means of g and g x̂ [blocks, groups]; gamma, beta
-//           [n]; sums over rows [blocks, n], through parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu
+//           [n]; sums over rows [blocks, n], through parts of 64 rows, from starts[part] on (`sum_blocks` of bias.cu
 //           adds them up).
 // Geometry  parts: one thread per 16 bytes of the channels of a part; groups: one thread per group; the rest: one
 //           thread per 16 bytes of a row (neighbours.cuh).

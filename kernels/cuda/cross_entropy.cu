@@ -5,12 +5,13 @@
 // Shapes    logits [rows, pitch], whose columns skipped .. skipped + width are this shard: first `valid` words, from
 //           word `first` on, then padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows
 //           / samples rows each. A negative target masks its row.
-// Geometry  statistics and gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh); for
-//           statistics of more than 16,384 words one block of 512 threads per row, of more than 32,768 one block of
-//           1024. Rescaling and lse: one thread per row; the loss: one warp per sample.
+// Geometry gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh). Statistics: the same with
+//           8 threads in place of a half warp, two lanes each; blocks of 128 threads, of 256 for rows of more than
+//           16,384 words, of 512 for more than 32,768: two such blocks fit on an SM with 228 KiB. Rescaling and lse: one
+//           thread per row; the loss: one warp per sample.
 // Bytes     statistics 4 valid read per element, gradient 4 read and 4 written; half where logits have 16 bits (_16).
 //           Exponentials need the maximum of the row first, so a row is kept in shared memory between the search for
-//           the maximum and the sum: its first 25,152 words, or 50,304 of 16 bits. The rest is read once more. Rows in
+//           the maximum and the sum: its first 24,768 words, or 49,536 of 16 bits. The rest is read once more. Rows in
 //           work at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second
 //           half comes from the L2 cache.
 // Bits      as on the CPU (crates/cpu/src/kernels/loss.rs), with two exceptions. lse and the loss need a logarithm in
@@ -23,19 +24,28 @@
 #define WARP 32
 
 // Largest number of bytes of shared memory for rows: together with the static shared memory it fits every GPU with
-// 99 KiB. src/geometry.rs has the same number.
+// 99 KiB. A gap of 16 elements follows each block of a row, so that the four blocks that a warp sums lie in different
+// banks; without gaps there is room for HELD_ELEMENTS of 4 bytes. src/geometry.rs has the same numbers.
 #define HELD_BYTES 100608
-#define HELD_THREADS 1024
-#define HELD_HALVES (HELD_THREADS / ROW_LANES)
+#define HELD_ELEMENTS 24768
+#define HELD_GAP 16
+#define HELD_THREADS 512
+#define HELD_LANES (ROW_LANES / 2)  // threads that sum a block of a row, two lanes each
+#define HELD_HALVES (HELD_THREADS / HELD_LANES)
 
-// 16 bytes of numbers as words, and a number from its word.
+// Word `word` of 16 bytes of numbers.
 DEVICE u32 word_of(const Vector<float, FOUR>& bits, int word) { return __float_as_uint(bits.of[word]); }
-DEVICE u32 word_of(const Vector<u16, EIGHT>& bits, int word) { return bits.of[2 * word] | static_cast<u32>(bits.of[2 * word + 1]) << 16; }
+DEVICE u32 word_of(const Pairs<EIGHT>& bits, int word) { return bits.of[word]; }
 
-DEVICE float number_of(const float*, u32 word, i64) { return __uint_as_float(word); }
-DEVICE float number_of(const Halves& x, u32 word, i64 i) {
-    u16 bits = static_cast<u16>(word >> (i % 2 * 16));
-    return x.f16 ? from_f16(bits) : from_bf16(bits);
+// Two neighbours, in shared memory from word `at` on.
+struct Two {
+    float first, second;
+};
+
+template <class Held> DEVICE Two two_of(const float*, Held& held, int at) { return {__uint_as_float(held[at]), __uint_as_float(held[at + 1])}; }
+template <class Type, class Held> DEVICE Two two_of(const Halves<Type>&, Held& held, int at) {
+    u32 word = held[at];
+    return {Type::low(word), Type::high(word)};
 }
 
 // The column of a target, -1 if it is not held here.
@@ -44,59 +54,96 @@ DEVICE i64 column_of(int target, i64 first, i64 valid) {
     return target >= 0 && column >= 0 && column < valid ? column : -1;
 }
 
+// A row has fewer than 2³¹ words, which are numbered by `int`.
 template <int N, class In>
-DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
+DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64 skipped, int valid, i64 first, float* max, float* sum,
                                    float* target, i64 rows) {
+    constexpr int OF_WORD = N / FOUR;  // elements of a word
     GIVEN(u32, held, HELD_BYTES / 4);
     SHARED(float, partial, HELD_HALVES);
-    Team team = team_of(rows, valid);
+    Team team = team_of<HELD_LANES>(rows, valid);
     In row = logits + (team.live ? team.row * pitch + skipped : 0);
-    // The kept elements, and the place of the 16 bytes around an element: in odd blocks of 1024, the parts that two
-    // half warps read are swapped, so that the halves of a warp have no bank conflicts.
-    i64 kept = smaller((valid + 31) / 32 * 32, HELD_BYTES / 16 * N), before = team.first / team.halves * (kept / N);
-    auto place = [=](i64 i) { return 4 * (before + (i / N ^ (i / ROW_BLOCK % 2 * (ROW_LANES / N)))); };
-    float largest = row_max_of<N>(team, valid, partial, [&](i64 i) {
-        auto bits = load_vector<N>(bits_of(row), i, valid);
-        Vector<float, N> of;
-        i64 at = place(i);
+    int blocks = (valid + ROW_BLOCK - 1) / ROW_BLOCK, whole = (valid + 31) / 32 * 32;
+    int kept = whole < OF_WORD * HELD_ELEMENTS ? whole : OF_WORD * HELD_ELEMENTS;
+    int before = team.first / team.halves * ((whole + blocks * HELD_GAP) / OF_WORD);  // words of the rows before this one
+    float largest = -INFINITE;
+    if (team.live) {
+        for (int i = (team.half * HELD_LANES + team.lane) * N; i < valid; i += team.halves * HELD_LANES * N) {
+            auto bits = load_vector<N>(bits_of(row), i, valid);
+            int at = before + 4 * (i / N + i / ROW_BLOCK * (HELD_GAP / N));
 #pragma unroll
-        for (int word = 0; word < 4; word++) {
-            if (i < kept) held[at + word] = word_of(bits, word);
+            for (int word = 0; word < 4; word++) {
+                if (i < kept) held[at + word] = word_of(bits, word);
+            }
+            Vector<float, N> of = numbers_of(row, bits);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (i + N <= valid || i + j < valid) largest = fmaxf(largest, of.of[j]);
+            }
         }
-#pragma unroll
-        for (int j = 0; j < N; j++) of.of[j] = number_of(row, word_of(bits, j * 4 / N), j);
-        return of;
-    });
+    }
+    largest = max_of_team<HELD_LANES>(team, partial, largest);
     __syncthreads();  // the rows are in shared memory
-    // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
+    // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN. No element is
+    // larger than `from`.
     float from = largest > -INFINITE ? largest : 0.0f;
-    float total[1];
-    row_sums<1>(team, valid, partial, total, [&](i64 i, float(&term)[1]) {
-        float x = i < kept ? number_of(row, held[place(i) + i % N * 4 / N], i) : row[i];
-        term[0] = exp_bits(x - from);
-    });
+    double total = 0.0;
+    for (int round = 0; round < blocks; round += team.halves) {
+        int block = round + team.half;
+        float even = 0.0f, odd = 0.0f;  // the two lanes of this thread
+        if (team.live && block < blocks) {
+            int end = block + 1 < blocks ? (block + 1) * ROW_BLOCK : valid, here = end < kept ? end : kept;
+            int i = block * ROW_BLOCK + 2 * team.lane, at = before + (i + block * HELD_GAP) / OF_WORD;
+#pragma unroll 4
+            for (; i + 1 < here; i += ROW_LANES, at += ROW_LANES / OF_WORD) {
+                Two x = two_of(row, held, at);
+                even += exp_below(x.first - from), odd += exp_below(x.second - from);
+            }
+            for (; i + 1 < end; i += ROW_LANES) even += exp_below(row[i] - from), odd += exp_below(row[i + 1] - from);
+            if (i < end) even += exp_below(row[i] - from);
+        }
+        for (int width = HELD_LANES / 2; width > 0; width /= 2) {
+            even += __shfl_xor_sync(FULL_WARP, even, width);
+            odd += __shfl_xor_sync(FULL_WARP, odd, width);
+        }
+        even += odd;
+        if (team.halves == 1) {
+            total += even;
+            continue;
+        }
+        if (team.lane == 0) partial[team.first + team.half] = even;
+        __syncthreads();  // the sums are written
+        for (int half = 0; half < team.halves && round + half < blocks; half++) total += static_cast<double>(partial[team.first + half]);
+        __syncthreads();  // they have been read: the next round may write
+    }
     if (!team.live || team.half != 0 || team.lane != 0) return;
     i64 column = column_of(targets[team.row], first, valid);
     max[team.row] = largest;
-    sum[team.row] = total[0];
+    sum[team.row] = static_cast<float>(total);
     target[team.row] = column < 0 ? 0.0f : row[column];
 }
 
 #undef MOST_THREADS
 #define MOST_THREADS HELD_THREADS
+#undef RESIDENT
+#define RESIDENT 2
 
 KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                            float* target, i64 rows) {
-    cross_entropy_stats_of<FOUR>(logits, targets, pitch, skipped, valid, first, max, sum, target, rows);
+    cross_entropy_stats_of<FOUR>(logits, targets, pitch, skipped, static_cast<int>(valid), first, max, sum, target, rows);
 }
 
 KERNEL cross_entropy_stats_16(const u16* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                               float* target, i64 rows, int f16) {
-    cross_entropy_stats_of<EIGHT>(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
+    in_type(f16, [&](auto of) {
+        cross_entropy_stats_of<EIGHT>(of(logits), targets, pitch, skipped, static_cast<int>(valid), first, max, sum, target, rows);
+    });
 }
 
 #undef MOST_THREADS
 #define MOST_THREADS THREADS
+#undef RESIDENT
+#define RESIDENT 1
 
 KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
     i64 i = global_thread();
@@ -168,5 +215,7 @@ KERNEL cross_entropy_backward(float* logits, const int* targets, const float* ls
 
 KERNEL cross_entropy_backward_16(u16* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped, i64 width,
                                  i64 valid, i64 first, i64 samples, i64 rows, int f16) {
-    cross_entropy_backward_of<EIGHT>(halves(logits, f16), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    in_type(f16, [&](auto of) {
+        cross_entropy_backward_of<EIGHT>(of(logits), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    });
 }

@@ -63,6 +63,6 @@ KERNEL jitter(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, fl
 }
 
 KERNEL dropout_16(const u16* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, u16* y, i64 count, int f16) {
-    auto factor = [&](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
-    times_drawn<EIGHT>(halves(x, f16), sizes, dims, key0, key1, halves(y, f16), count, factor);
+    auto factor = [=](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
+    in_type(f16, [&](auto of) { times_drawn<EIGHT>(of(x), sizes, dims, key0, key1, of(y), count, factor); });
 }

@@ -39,7 +39,7 @@ KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 
 }
 
 KERNEL embedding_forward_16(const int* ids, const u16* table, i64 first_row, i64 rows, u16* out, i64 count, i64 h, int f16) {
-    embedding_forward_of<EIGHT>(ids, halves(table, f16), first_row, rows, halves(out, f16), count, h);
+    in_type(f16, [&](auto of) { embedding_forward_of<EIGHT>(ids, of(table), first_row, rows, of(out), count, h); });
 }
 
 // Reports the first id that is not below `vocab`, or is negative although `masked` is 0. One block.
@@ -109,7 +109,7 @@ KERNEL embedding_backward(const int* ids, const int* order, const int* ends, con
 
 KERNEL embedding_backward_16(const int* ids, const int* order, const int* ends, const u16* dout, i64 first_row, float* dtable, int accumulate, i64 h,
                              int f16) {
-    embedding_backward_of<EIGHT>(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, h);
+    in_type(f16, [&](auto of) { embedding_backward_of<EIGHT>(ids, order, ends, of(dout), first_row, dtable, accumulate, h); });
 }
 
 // The same with the ids cut into `runs` runs of `run`: each run is summed from zero, the runs are added up in the tree,
@@ -153,7 +153,7 @@ KERNEL embedding_backward_tree(const int* ids, const int* order, const int* ends
 
 KERNEL embedding_backward_tree_16(const int* ids, const int* order, const int* ends, const u16* dout, i64 first_row, float* dtable, int accumulate,
                                   i64 runs, i64 run, i64 h, int f16) {
-    embedding_tree_of(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, runs, run, h);
+    in_type(f16, [&](auto of) { embedding_tree_of(ids, order, ends, of(dout), first_row, dtable, accumulate, runs, run, h); });
 }
 
 template <int N, class In, class Out> DEVICE void positions_forward_of(In x, In table, i64 first, i64 seq, Out out, i64 count, i64 h) {
@@ -171,7 +171,7 @@ KERNEL positions_forward(const float* x, const float* table, i64 first, i64 seq,
 }
 
 KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, u16* out, i64 count, i64 h, int f16) {
-    positions_forward_of<EIGHT>(halves(x, f16), halves(table, f16), first, seq, halves(out, f16), count, h);
+    in_type(f16, [&](auto of) { positions_forward_of<EIGHT>(of(x), of(table), first, seq, of(out), count, h); });
 }
 
 // Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are
@@ -204,5 +204,5 @@ KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, 
 }
 
 KERNEL positions_backward_16(const u16* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h, int f16) {
-    positions_backward_of(halves(dout, f16), first, seq, dtable, accumulate, batch, run, h);
+    in_type(f16, [&](auto of) { positions_backward_of(of(dout), first, seq, dtable, accumulate, batch, run, h); });
 }

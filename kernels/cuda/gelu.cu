@@ -73,7 +73,7 @@ KERNEL gelu_forward_bf16(const float* x, const float* bias, u16* out, i64 count,
 }
 
 KERNEL gelu_forward_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
-    gelu_forward<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(out, f16), count, n);
+    in_type(f16, [&](auto of) { gelu_forward<EIGHT>(of(x), of(bias), bias != nullptr, of(out), count, n); });
 }
 
 KERNEL gelu_backward(const float* x, const float* bias, float* dy, i64 count, i64 n) {
@@ -81,25 +81,28 @@ KERNEL gelu_backward(const float* x, const float* bias, float* dy, i64 count, i6
 }
 
 KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n, int f16) {
-    gelu_backward_of<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(dy, f16), count, n);
+    in_type(f16, [&](auto of) { gelu_backward_of<EIGHT>(of(x), of(bias), bias != nullptr, of(dy), count, n); });
 }
 
 // The same; and for each part the sum of unrounded dx over the rows starts[part] .. starts[part + 1], one row after
-// another. sum_parts adds up the parts to the gradient of the bias.
-KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
-    RowPlace at = row_place<EIGHT>(parts, n);
+// another. sum_blocks adds up the parts to the gradient of the bias.
+template <int N, class In, class Out> DEVICE void gelu_parts(In x, In bias, Out dy, const i64* starts, float* sums, i64 parts, i64 n) {
+    RowPlace at = row_place<N>(parts, n);
     if (!at.there) return;
-    Halves of = halves(x, f16), g = halves(dy, f16);
-    Vector<float, EIGHT> b = load_vector<EIGHT>(halves(bias, f16), at.column, n), sum = {};
-    auto load = [=](i64 row) { return load_two<EIGHT>(of + row * n, g + row * n, at.column, n); };
+    Vector<float, N> b = load_vector<N>(bias, at.column, n), sum = {};
+    auto load = [=](i64 row) { return load_two<N>(x + row * n, dy + row * n, at.column, n); };
     in_order<2>(starts[at.row], starts[at.row + 1], load, [&](i64 row, const auto& bits) {
-        Vector<float, EIGHT> y = numbers_of(of, bits.first), dx = numbers_of(g, bits.second);
+        Vector<float, N> y = numbers_of(x, bits.first), dx = numbers_of(dy, bits.second);
 #pragma unroll
-        for (int j = 0; j < EIGHT; j++) {
+        for (int j = 0; j < N; j++) {
             dx.of[j] = dx.of[j] * gelu_derivative(y.of[j] + b.of[j]);
             sum.of[j] += dx.of[j];
         }
-        store_vector(g + row * n, at.column, n, dx);
+        store_vector(dy + row * n, at.column, n, dx);
     });
     store_vector(sums + at.row * n, at.column, n, sum);
+}
+
+KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
+    in_type(f16, [&](auto of) { gelu_parts<EIGHT>(of(x), of(bias), of(dy), starts, sums, parts, n); });
 }

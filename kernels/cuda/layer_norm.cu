@@ -11,7 +11,7 @@
 //           read to accumulate); all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are
 //           read more than once, from the cache except in backward (_wide), and once more for the parts.
 // Bits      as on the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which
-//           sum_parts (bias.cu) adds up.
+//           sum_blocks (bias.cu) adds up.
 #include "norm.cuh"
 
 template <int N, class In, class Out>
@@ -53,7 +53,7 @@ KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* 
 
 KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, float eps, u16* y, float* mean, float* rstd, i64 rows, i64 n,
                              int f16) {
-    layer_norm_forward_of<EIGHT>(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
+    in_type(f16, [&](auto of) { layer_norm_forward_of<EIGHT>(of(x), of(gamma), of(beta), eps, of(y), mean, rstd, rows, n); });
 }
 
 // dx is overwritten, or added to if `accumulate` is not 0.
@@ -64,8 +64,9 @@ KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, 
 
 KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, const i64* starts, u16* dx,
                               int accumulate, float* dgamma, float* dbeta, i64 n, int f16) {
-    norm_backward<true>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, starts, halves(dx, f16), accumulate, dgamma,
-                        dbeta, static_cast<int>(n));
+    in_type(f16, [&](auto of) {
+        norm_backward<true>(of(dy), of(x), of(gamma), mean, rstd, starts, of(dx), accumulate, dgamma, dbeta, static_cast<int>(n));
+    });
 }
 
 #undef MOST_THREADS
@@ -105,7 +106,7 @@ KERNEL layer_norm_backward_wide(const float* dy, const float* x, const float* ga
 
 KERNEL layer_norm_backward_wide_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx,
                                    int accumulate, i64 rows, i64 n, int f16) {
-    layer_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
+    in_type(f16, [&](auto of) { layer_norm_backward_wide_of<EIGHT>(of(dy), of(x), of(gamma), mean, rstd, of(dx), accumulate, rows, n); });
 }
 
 // For each part, the sums of dy x̂ and of dy over the rows starts[part] .. starts[part + 1], one row after another.
@@ -135,5 +136,5 @@ KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* m
 
 KERNEL layer_norm_backward_parts_16(const u16* dy, const u16* x, const float* mean, const float* rstd, const i64* starts, float* dgamma,
                                     float* dbeta, i64 parts, i64 n, int f16) {
-    layer_norm_parts<EIGHT>(halves(dy, f16), halves(x, f16), mean, rstd, starts, dgamma, dbeta, parts, n);
+    in_type(f16, [&](auto of) { layer_norm_parts<EIGHT>(of(dy), of(x), mean, rstd, starts, dgamma, dbeta, parts, n); });
 }

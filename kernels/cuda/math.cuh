@@ -10,10 +10,9 @@
 // bits.
 #define ROUND 12583039.0f
 
-// e^x. NaN passes.
-DEVICE float exp_bits(float x) {
+// e^x for x of at most 89. NaN passes.
+DEVICE float exp_below(float x) {
     x = -88.0f > x ? -88.0f : x;
-    x = 89.0f < x ? 89.0f : x;
     float shifted = fmaf(x, static_cast<float>(LOG2_E), ROUND);
     float n = shifted - ROUND;
     float r = fmaf(n, 2.1219444e-4f, fmaf(n, -(355.0f / 512.0f), x));
@@ -25,6 +24,9 @@ DEVICE float exp_bits(float x) {
     float exp_r = fmaf(p, r * r, r) + 1.0f;
     return exp_r * __uint_as_float(__float_as_uint(shifted) << 23);
 }
+
+// e^x. NaN passes.
+DEVICE float exp_bits(float x) { return exp_below(89.0f < x ? 89.0f : x); }
 
 // ln x of a positive number that is not subnormal. Nothing is fused.
 DEVICE float ln_bits(float x) {
@@ -45,6 +47,24 @@ DEVICE float ln_bits(float x) {
     return x < INFINITE ? ln : x;
 }
 
+#ifndef FLOAT16_TWINS
+// 1/x with an error of at most one unit in the last place.
+DEVICE float reciprocal_near(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
+// The bits of 1/x for x from 1 to 2, from `near`, which is one unit in the last place off at most: steps of Newton,
+// without the branches of a division. The steps miss one number, the last before 2, whose reciprocal lies almost
+// halfway between two numbers (Markstein, 1990). NaN passes.
+DEVICE float reciprocal_from(float near, float x) {
+    float y = fmaf(near, fmaf(-x, near, 1.0f), near);
+    y = fmaf(y, fmaf(-x, y, 1.0f), y);
+    return x == __uint_as_float(0x3fffffffu) ? __uint_as_float(0x3f000001u) : y;
+}
+
 struct Logistic {
     float near, far;
 };
@@ -61,7 +81,7 @@ DEVICE Logistic logistic_base_2(float t) {
     p = fmaf(p, f, 0.69314694f);
     p = fmaf(p, f, 1.0000001f);
     float e = p * __uint_as_float(__float_as_uint(shifted) << 23);
-    float near = 1.0f / (1.0f + e);
+    float near = reciprocal_from(reciprocal_near(1.0f + e), 1.0f + e);
     return {near, e * near};
 }
 

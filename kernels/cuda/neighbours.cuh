@@ -37,6 +37,33 @@ template <class T, int N> DEVICE void store_vector(T* x, i64 at, i64 count, cons
     }
 }
 
+// N neighbours of 16 bits as they lie in memory, two to a word, the first in the lower half.
+template <int N> struct alignas(2 * N < 16 ? 2 * N : 16) Pairs {
+    u32 of[N / 2];
+};
+
+template <int N> DEVICE Pairs<N> load_pairs(const u16* x, i64 at, i64 count) {
+    if (are_whole<N>(x, at, count)) return *reinterpret_cast<const Pairs<N>*>(x + at);
+    Pairs<N> pairs;
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+        u32 first = at + j < count ? x[at + j] : 0u, second = at + j + 1 < count ? x[at + j + 1] : 0u;
+        pairs.of[j / 2] = first | second << 16;
+    }
+    return pairs;
+}
+
+template <int N> DEVICE void store_pairs(u16* x, i64 at, i64 count, const Pairs<N>& pairs) {
+    if (are_whole<N>(x, at, count)) {
+        *reinterpret_cast<Pairs<N>*>(x + at) = pairs;
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (at + j < count) x[at + j] = static_cast<u16>(pairs.of[j / 2] >> (j % 2 * 16));
+    }
+}
+
 // The elements of a row of n from `column` on; after its end the row repeats from its start.
 template <int N, class Row> DEVICE auto load_around(const Row& row, i64 column, i64 n) {
     if (column + N <= n) return load_vector<N>(row, column, n);

@@ -151,8 +151,8 @@ DEVICE void norm_backward(In dy, In x, In gamma, const float* mean, const float*
     for (i64 first = starts[blockIdx.x]; first < end; first += round.together) {
         int rows = static_cast<int>(smaller(round.together, end - first)), count = rows * n;
         if (round.at < count) {
-            Vector<float, NORM_EACH> gradient = load_vector<NORM_EACH>(dy + first * n, round.at, count);
-            Vector<float, NORM_EACH> value = load_vector<NORM_EACH>(x + first * n, round.at, count);
+            auto stored = load_two<NORM_EACH>(dy + first * n, x + first * n, round.at, count);
+            Vector<float, NORM_EACH> gradient = numbers_of(dy, stored.first), value = numbers_of(x, stored.second);
             int row = round.at / n, column = round.at % n;
             float m = 0.0f, r = 0.0f;
 #pragma unroll

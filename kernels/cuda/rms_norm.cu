@@ -45,7 +45,7 @@ KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16
 }
 
 KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
-    rms_norm_forward_of<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
+    in_type(f16, [&](auto of) { rms_norm_forward_of<EIGHT>(of(x), of(weight), eps, of(y), rstd, rows, n); });
 }
 
 // dx is overwritten, or added to if `accumulate` is not 0.
@@ -56,8 +56,9 @@ KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, c
 
 KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, const i64* starts, u16* dx, int accumulate,
                             float* dweight, i64 n, int f16) {
-    norm_backward<false>(halves(dy, f16), halves(x, f16), halves(weight, f16), nullptr, rstd, starts, halves(dx, f16), accumulate,
-                         dweight, nullptr, static_cast<int>(n));
+    in_type(f16, [&](auto of) {
+        norm_backward<false>(of(dy), of(x), of(weight), nullptr, rstd, starts, of(dx), accumulate, dweight, nullptr, static_cast<int>(n));
+    });
 }
 
 #undef MOST_THREADS
@@ -93,7 +94,7 @@ KERNEL rms_norm_backward_wide(const float* dy, const float* x, const float* weig
 
 KERNEL rms_norm_backward_wide_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows,
                                  i64 n, int f16) {
-    rms_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
+    in_type(f16, [&](auto of) { rms_norm_backward_wide_of<EIGHT>(of(dy), of(x), of(weight), rstd, of(dx), accumulate, rows, n); });
 }
 
 // For each part, the sum of dy x̂ over the rows starts[part] .. starts[part + 1], one row after another.
@@ -117,5 +118,5 @@ KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rst
 }
 
 KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 parts, i64 n, int f16) {
-    rms_norm_parts<EIGHT>(halves(dy, f16), halves(x, f16), rstd, starts, dweight, parts, n);
+    in_type(f16, [&](auto of) { rms_norm_parts<EIGHT>(of(dy), of(x), rstd, starts, dweight, parts, n); });
 }

@@ -12,13 +12,13 @@
 #include "halves.cuh"
 
 // The places of a thread's pairs, and the angles of N of them.
-template <int N> struct Pairs {
+template <int N> struct Rotation {
     i64 from, to, first, half;
     Vector<float, N> cos, sin;
 };
 
 template <int N>
-DEVICE Pairs<N> pairs_of(const RowPlace& at, const float* angles, const int* positions, i64 seq, i64 heads, i64 head_dim, i64 from_row, i64 to_row) {
+DEVICE Rotation<N> pairs_of(const RowPlace& at, const float* angles, const int* positions, i64 seq, i64 heads, i64 head_dim, i64 from_row, i64 to_row) {
     i64 half = head_dim / 2, head = at.row % heads, row = at.row / heads, position = positions ? positions[row] : row % seq;
     const float* of = angles + position * head_dim;
     return {row * from_row + head * head_dim, row * to_row + head * head_dim, at.column, half, load_vector<N>(of, at.column, half),
@@ -30,7 +30,7 @@ DEVICE void rotary_forward_of(In from, i64 from_row, const float* angles, const 
                               i64 head_dim) {
     RowPlace at = row_place<N>(rows * heads, head_dim / 2);
     if (!at.there) return;
-    Pairs<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, from_row, to_row);
+    Rotation<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, from_row, to_row);
     Vector<float, N> x = load_vector<N>(from + of.from, of.first, of.half), y = load_vector<N>(from + of.from + of.half, of.first, of.half), a, b;
 #pragma unroll
     for (int j = 0; j < N; j++) {
@@ -48,7 +48,7 @@ KERNEL rotary_forward(const float* from, i64 from_row, const float* angles, cons
 
 KERNEL rotary_forward_16(const u16* from, i64 from_row, const float* angles, const int* positions, u16* to, i64 to_row, i64 rows, i64 seq,
                          i64 heads, i64 head_dim, int f16) {
-    rotary_forward_of<EIGHT>(halves(from, f16), from_row, angles, positions, halves(to, f16), to_row, rows, seq, heads, head_dim);
+    in_type(f16, [&](auto of) { rotary_forward_of<EIGHT>(of(from), from_row, angles, positions, of(to), to_row, rows, seq, heads, head_dim); });
 }
 
 // Computes, in place, the gradient before the rotation from the gradient after it.
@@ -56,7 +56,7 @@ template <int N, class X>
 DEVICE void rotary_backward_of(X x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim) {
     RowPlace at = row_place<N>(rows * heads, head_dim / 2);
     if (!at.there) return;
-    Pairs<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, row, row);
+    Rotation<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, row, row);
     X first = x + of.to, second = x + of.to + of.half;
     Vector<float, N> a = load_vector<N>(first, of.first, of.half), b = load_vector<N>(second, of.first, of.half), before, after;
 #pragma unroll
@@ -73,5 +73,5 @@ KERNEL rotary_backward(float* x, i64 row, const float* angles, const int* positi
 }
 
 KERNEL rotary_backward_16(u16* x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim, int f16) {
-    rotary_backward_of<EIGHT>(halves(x, f16), row, angles, positions, rows, seq, heads, head_dim);
+    in_type(f16, [&](auto of) { rotary_backward_of<EIGHT>(of(x), row, angles, positions, rows, seq, heads, head_dim); });
 }

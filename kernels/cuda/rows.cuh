@@ -31,12 +31,13 @@ DEVICE int team_halves(i64 n, int most) {
     return halves;
 }
 
-DEVICE Team team_of(i64 rows, i64 n) {
+// LANES: the threads of a half warp, or fewer if each has several lanes.
+template <int LANES = ROW_LANES> DEVICE Team team_of(i64 rows, i64 n) {
     Team team;
-    int most = static_cast<int>(blockDim.x) / ROW_LANES;
+    int most = static_cast<int>(blockDim.x) / LANES;
     team.halves = team_halves(n, most);
-    int half = static_cast<int>(threadIdx.x) / ROW_LANES;
-    team.lane = static_cast<int>(threadIdx.x) % ROW_LANES;
+    int half = static_cast<int>(threadIdx.x) / LANES;
+    team.lane = static_cast<int>(threadIdx.x) % LANES;
     team.half = half % team.halves;
     team.first = half - team.half;
     team.row = static_cast<i64>(blockIdx.x) * (most / team.halves) + half / team.halves;
@@ -87,18 +88,9 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
 }
 
-// The largest element of the row, minus infinity if it is empty; NaN is skipped. A thread takes the N neighbours of
-// load(i). To be called like row_sums.
-template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& team, i64 n, Partial& partial, Load load) {
-    float max = -INFINITE;
-    if (team.live) {
-        for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
-            Vector<float, N> of = load(i);
-#pragma unroll
-            for (int j = 0; j < N; j++) max = i + j < n && of.of[j] > max ? of.of[j] : max;
-        }
-    }
-    for (int width = ROW_LANES / 2; width > 0; width /= 2) {
+// The largest of the threads' numbers in a team. To be called like row_sums.
+template <int LANES, class Partial> DEVICE float max_of_team(const Team& team, Partial& partial, float max) {
+    for (int width = LANES / 2; width > 0; width /= 2) {
         float other = __shfl_xor_sync(FULL_WARP, max, width);
         max = max > other ? max : other;
     }
@@ -113,7 +105,15 @@ template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& 
     return max;
 }
 
-// The maximum of a row in memory.
+// The largest element of a row in memory, minus infinity if it is empty; NaN is skipped. To be called like row_sums.
 template <int N, class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
-    return row_max_of<N>(team, n, partial, [=](i64 i) { return load_vector<N>(row, i, n); });
+    float max = -INFINITE;
+    if (team.live) {
+        for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+            Vector<float, N> of = load_vector<N>(row, i, n);
+#pragma unroll
+            for (int j = 0; j < N; j++) max = i + j < n && of.of[j] > max ? of.of[j] : max;
+        }
+    }
+    return max_of_team<ROW_LANES>(team, partial, max);
 }

@@ -51,8 +51,12 @@ KERNEL swiglu_forward_f32(const float* x, float* out, i64 count) { swiglu_forwar
 
 KERNEL swiglu_forward_bf16(const float* x, u16* out, i64 count) { swiglu_forward<EIGHT>(x, out, count); }
 
-KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) { swiglu_forward<EIGHT>(halves(x, f16), halves(out, f16), count); }
+KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) {
+    in_type(f16, [&](auto of) { swiglu_forward<EIGHT>(of(x), of(out), count); });
+}
 
 KERNEL swiglu_backward(const float* dy, float* x, i64 count) { swiglu_backward_of<FOUR>(dy, x, count); }
 
-KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) { swiglu_backward_of<EIGHT>(halves(dy, f16), halves(x, f16), count); }
+KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) {
+    in_type(f16, [&](auto of) { swiglu_backward_of<EIGHT>(of(dy), of(x), count); });
+}

@@ -68,13 +68,6 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 // Waits for all groups of this thread but the last PENDING. A barrier then makes them visible to the other threads.
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Packs two results into two operands, the first in the lower half.
-DEVICE u32 pack(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
 // 2^x, with a relative error of up to 2^-22; 0 of -infinity.
 DEVICE float exp2_fast(float x) {
     float y;

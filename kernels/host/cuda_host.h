@@ -12,8 +12,8 @@
 //   arrive.
 //
 // Not modelled: memory shared by concurrent blocks (blocks run one after the other), order between the threads of a
-// warp without a barrier of the block, atomics, and time. Instructions that only PTX has are in tensor_core_host.h and
-// bulk_copy_host.h.
+// warp without a barrier of the block, atomics, and time. Instructions that only PTX has are in float16_host.h,
+// tensor_core_host.h and bulk_copy_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -400,6 +400,7 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t(a) * b) >> 32); }
 
+#include "float16_host.h"
 #include "tensor_core_host.h"
 
 #include "bulk_copy_host.h"

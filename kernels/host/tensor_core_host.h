@@ -128,14 +128,6 @@ template <int PENDING> void copy_wait() {
     }
 }
 
-inline uint16_t nearest_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if (x != x) return 0x7fff;
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline uint32_t pack(float low, float high) { return nearest_bf16(low) | uint32_t(nearest_bf16(high)) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
 
 inline void write_word(Tiles tiles, int at, uint32_t word) {

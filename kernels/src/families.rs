@@ -184,6 +184,8 @@ kernels! {
         Divisor I64 n) in bias, FOURS_OF_F32, bias_residual_16 = EIGHT;
     sum_parts(In T x, In I64 starts, Out F32 sums, Value I64 parts,
         Divisor I64 n) in bias, ROWS_BY_FOUR, sum_parts_16 = ROWS_BY_EIGHT;
+    sum_blocks(In F32 parts, In I64 starts, Out F32 sums, Out F32 second, Divisor I64 blocks,
+        Value I64 n) in bias, Geometry::Tiles { rows: 32 };
     scale_forward(In F32 x, Out F32 out, Value I64 count, Value F32 factor) in elementwise, FOURS_OF_F32;
     scale_forward_f64(In F64 x, Out F64 out, Value I64 count, Value F64 factor) in elementwise, TWOS;
     exp_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;

@@ -88,6 +88,7 @@ floors! {
     bias bias_16, "32768 × 2048"; x X, bias H, out X; 0, 0;
     bias_residual bias_residual_16, "32768 × 2048"; x X, bias H, residual X, out X; 0, 0;
     sum_parts sum_parts_16, "32768 × 2048 by 64"; x X, starts PARTS, sums PARTS * H; 0, 0;
+    sum_blocks, "two of 512 × 2048"; parts 2 * PARTS * H, starts 2, sums H, second H; 0, 0;
     exp_forward tanh_forward sigmoid_forward silu_forward exact_gelu_forward soft_cap_forward log_forward sqrt_forward, "32768 × 2048"; x X, out X; 0, 0;
     exp_backward tanh_backward sigmoid_backward silu_backward exact_gelu_backward soft_cap_backward log_backward sqrt_backward, "32768 × 2048"; dy X, x X, dx X; 0, 0;
     zip_add zip_sub zip_mul zip_div zip_keep zip_drop zip_second zip_greater, "32768 × 2048"; x X, y X, out X; 0, 0;

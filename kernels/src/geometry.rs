@@ -10,9 +10,12 @@ const WARP: u64 = 32;
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
-/// For `HeldRows`: most bytes of shared memory, and most half warps of a block: `cuda/cross_entropy.cu`.
+/// For `HeldRows`: most bytes of shared memory, threads that sum a block of a row, most of these in a block of threads,
+/// and unused elements after each block of a row: `cuda/cross_entropy.cu`.
 const HELD_BYTES: u64 = 100_608;
+const HELD_LANES: u64 = 8;
 const HELD_HALVES: u64 = 64;
+const HELD_GAP: u64 = 16;
 
 /// For `Rounds` and `Parts`: elements of a thread, most threads of a block, and most rows that a block holds:
 /// `cuda/norm.cuh`.
@@ -35,8 +38,9 @@ pub enum Geometry {
     },
     /// `items` rows of `width` elements, one team of half warps per row, one half warp for each block of a row.
     Rows,
-    /// As `Rows`, but rows of more than 16,384 elements have a block of 512 threads each, and rows of more than 32,768
-    /// a block of 1024; a block has shared memory for its rows, at most 100,608 bytes: `cuda/cross_entropy.cu`.
+    /// As `Rows`, but 8 threads take a block of a row, so that blocks have 128 threads; rows of more than 16,384
+    /// elements have a block of 256 threads each, and rows of more than 32,768 a block of 512. A block has shared
+    /// memory for its rows, at most 100,608 bytes: `cuda/cross_entropy.cu`.
     HeldRows {
         /// Bytes of an element.
         bytes: u32,
@@ -103,9 +107,10 @@ impl Geometry {
             Self::Parts => return None,
             Self::Rounds => (THREADS, 0),
             Self::HeldRows { bytes } => {
-                let held = rows_per_block(width) * width.next_multiple_of(32) * u64::from(bytes);
+                let gaps = HELD_GAP * width.div_ceil(ROW_BLOCK);
+                let held = rows_per_block(width) * (width.next_multiple_of(32) + gaps) * u64::from(bytes);
                 let halves = width.div_ceil(ROW_BLOCK).clamp(u64::from(THREADS) / ROW_LANES, HELD_HALVES);
-                ((ROW_LANES * halves.next_power_of_two()) as u32, held.min(HELD_BYTES) as u32)
+                ((HELD_LANES * halves.next_power_of_two()) as u32, held.min(HELD_BYTES) as u32)
             }
             _ => (THREADS, self.shared()),
         };
@@ -155,7 +160,7 @@ fn rows_per_block(n: u64) -> u64 {
 }
 
 /// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names
-/// end in `parts` sum the rows of each part; `sum_parts` then sums the parts of each block.
+/// end in `parts` sum the rows of each part; `sum_blocks` then sums the parts of each block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowParts {
     /// The first row of each part, then the number of rows.
@@ -212,12 +217,12 @@ mod tests {
         assert_eq!(rounds(8193), Some((100, 256, 0)));
         let held = |width| Geometry::HeldRows { bytes: 2 }.launch(100, width);
         let held = |width| held(width).map(|launch| (launch.grid[0], launch.block[0], launch.shared));
-        assert_eq!(held(1), Some((7, 256, 1024)));
-        assert_eq!(held(8192), Some((50, 256, 32_768)));
-        assert_eq!(held(8193), Some((100, 256, 16_448)));
-        assert_eq!(held(16_385), Some((100, 512, 32_832)));
-        assert_eq!(held(50_257), Some((100, 1024, 100_544)));
-        assert_eq!(held(128_256), Some((100, 1024, 100_608)));
+        assert_eq!(held(1), Some((7, 128, 1536)));
+        assert_eq!(held(8192), Some((50, 128, 33_280)));
+        assert_eq!(held(8193), Some((100, 128, 16_736)));
+        assert_eq!(held(16_385), Some((100, 256, 33_376)));
+        assert_eq!(held(50_257), Some((100, 512, 100_608)));
+        assert_eq!(held(128_256), Some((100, 512, 100_608)));
         let parts = |width| Geometry::Parts.launch(9, width).map(|launch| (launch.block[0], launch.shared));
         assert_eq!(
             [1, 4096, 4097, 8192, 8193].map(parts),

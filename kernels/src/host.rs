@@ -61,6 +61,7 @@ pub struct Host {
 }
 
 const HEADER: &str = include_str!("../host/cuda_host.h");
+const FLOAT16: &str = include_str!("../host/float16_host.h");
 const TENSOR_CORES: &str = include_str!("../host/tensor_core_host.h");
 const BULK_COPIES: &str = include_str!("../host/bulk_copy_host.h");
 const ENTRY: &str = include_str!("../host/entry_host.h");
@@ -111,6 +112,7 @@ impl Host {
         let mut sources = files.to_vec();
         sources.extend([
             ("cuda_host.h", HEADER),
+            ("float16_host.h", FLOAT16),
             ("tensor_core_host.h", TENSOR_CORES),
             ("bulk_copy_host.h", BULK_COPIES),
             ("entry_host.h", ENTRY),

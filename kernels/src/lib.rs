@@ -93,10 +93,10 @@ mod tests {
         }
         assert!(seen > 30, "{seen} addresses");
         for source in SOURCES.iter().chain(HEADERS) {
-            // Three places cast an address to a wider type: after an alignment check, for chunks, and for pairs.
+            // Casts of an address to a wider type: after an alignment check, for chunks, and for pairs.
             let casts = source.text.matches("reinterpret_cast<").count();
             let known = match source.name {
-                "neighbours.cuh" => 3,
+                "neighbours.cuh" => 5,
                 "tensor_core.cuh" => 5,
                 "grouped_tensor.cu" => 1,
                 _ => 0,

@@ -191,6 +191,7 @@ fn every_barrier_is_needed() {
             // It is between words of global memory, where what is not written yet is NaN in the test.
             "grad_norm.cu" => &[optimizer::squares_are_summed_in_the_order_of_the_cpu],
             "cross_entropy.cu" => &[loss::cross_entropy_is_that_of_the_cpu],
+            "bias.cu" => &[rows::sums_of_blocks_are_in_order],
             "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
             _ => &[attention::attention_is_that_of_the_cpu],
         };

@@ -1,5 +1,6 @@
 //! Channel norms, squared errors and accuracy, bit by bit against the CPU.
 
+use crate::launch::Null;
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
 use meshwork_cpu::Cpu;
@@ -11,7 +12,7 @@ use meshwork_tensor::tape::Terms;
 fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
     let blocks = cut.parts.len() - 1;
     let mut sums = vec![f32::NAN; blocks * n];
-    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, blocks, n);
+    launch!("sum_blocks", [blocks, n], parts, &cut.parts, &mut sums, Null, blocks, n);
     sums
 }
 

@@ -1,10 +1,11 @@
 //! Sums, biases and activations, bit by bit against the CPU; casts against `half`.
 
-use crate::launch::{At, AtMut, Element, Null};
-use crate::{assert_bits, launch, values};
+use crate::launch::{At, AtMut, Element, Given, Null, try_launch};
+use crate::{assert_bits, build, launch, values};
 use half::{bf16, f16};
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_cpu::kernels::{gelu, pointwise, swiglu};
+use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, Source, THREADS, Type};
 
 /// Ordinary values and the ends of the range, NaN last.
 fn awkward(name: &str, count: usize) -> Vec<f32> {
@@ -170,4 +171,42 @@ fn rows_are_copied_whatever_their_distance() {
     _ = rows("copy_rows_8", |at| at as u8)
         && rows("copy_rows_16", |at| bf16::from_bits(at as u16))
         && rows("copy_rows_32", |at| at as u32);
+}
+
+/// Reciprocals of all numbers from 1 to 2, and of some beyond, from starts that are a unit in the last place off.
+#[test]
+fn reciprocals_are_rounded_to_nearest() {
+    static SOURCE: Source = Source {
+        name: "reciprocals.cu",
+        text: r#"
+#include "math.cuh"
+
+KERNEL wrong_reciprocals(float* wrong, i64 count) {
+    float found = 0.0f;
+    for (i64 i = global_thread(); i < count; i += THREADS) {
+        float x = __uint_as_float(0x3f800000u + static_cast<u32>(i)), y = 1.0f / x;
+        for (int off = -1; off <= 1; off++) {
+            float near = __uint_as_float(__float_as_uint(y) + static_cast<u32>(off));
+            if (reciprocal_from(near, x) != y) found += 1.0f;
+        }
+    }
+    wrong[threadIdx.x] = found;
+}
+"#,
+    };
+    static KERNEL: Kernel = Kernel {
+        name: "wrong_reciprocals",
+        source: &SOURCE,
+        geometry: Geometry::Tiles { rows: 1 },
+        args: &[
+            Arg { name: "wrong", pass: Pass::Out, of: Type::F32 },
+            Arg { name: "count", pass: Pass::Value, of: Type::I64 },
+        ],
+    };
+    let files: Vec<_> = HEADERS.iter().copied().chain([&SOURCE]).map(|file| (file.name, file.text)).collect();
+    let Some(library) = build::compile(&files, std::slice::from_ref(&KERNEL)) else { return };
+    let mut wrong = vec![f32::NAN; THREADS as usize];
+    let given = vec![Given::from(&mut wrong), Given::from((1_usize << 23) + 4)];
+    try_launch(&library, &KERNEL, [1, 1], given).unwrap();
+    assert!(wrong.iter().all(|&count| count == 0.0), "{} reciprocals", wrong.iter().sum::<f32>());
 }

@@ -1,6 +1,6 @@
 //! Norms, bit by bit against the CPU.
 
-use crate::launch::{At, AtMut};
+use crate::launch::{At, AtMut, Null};
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::{Buffer, DType};
@@ -20,7 +20,7 @@ const EPS: f32 = 1e-5;
 fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
     let blocks = cut.parts.len() - 1;
     let mut sums = vec![f32::NAN; blocks * n];
-    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, blocks, n);
+    launch!("sum_blocks", [blocks, n], parts, &cut.parts, &mut sums, Null, blocks, n);
     sums
 }
 
@@ -181,5 +181,28 @@ fn sums_of_rows_begin_anywhere() {
             let want: Vec<f32> = (0..parts * n).map(|at| sum(at / n, at % n)).collect();
             assert_bits(&format!("sums of {rows} rows of {n} from {from} on"), &sums[from..], &want);
         }
+    }
+}
+
+/// The parts of one tensor and of two, fewer and more than a round of `sum_blocks` loads.
+#[test]
+pub fn sums_of_blocks_are_in_order() {
+    for (starts, n) in [(vec![0_i64, 1], 1_usize), (vec![0, 64, 64, 67], 33), (vec![0, 3, 200], 40)] {
+        let (blocks, all) = (starts.len() - 1, *starts.last().unwrap() as usize);
+        let parts = values("parts", 2 * all * n);
+        let (mut sums, mut second) = (vec![f32::NAN; blocks * n], vec![f32::NAN; blocks * n]);
+        if !launch!("sum_blocks", [2 * blocks, n], &parts, &starts, &mut sums, &mut second, blocks, n) {
+            return;
+        }
+        for (tensor, got) in [&sums, &second].into_iter().enumerate() {
+            let parts_of = |block: usize| starts[block] as usize..starts[block + 1] as usize;
+            let sum =
+                |block, column| parts_of(block).fold(0.0, |sum, part| sum + parts[(tensor * all + part) * n + column]);
+            let want: Vec<f32> = (0..blocks * n).map(|at| sum(at / n, at % n)).collect();
+            assert_bits(&format!("sums of {blocks} blocks of tensor {tensor}"), got, &want);
+        }
+        let mut alone = vec![f32::NAN; blocks * n];
+        launch!("sum_blocks", [blocks, n], &parts, &starts, &mut alone, Null, blocks, n);
+        assert_bits("sums of one tensor", &alone, &sums);
     }
 }

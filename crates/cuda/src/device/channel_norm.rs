@@ -64,7 +64,7 @@ impl ChannelNorm for CudaDevice {
         launch!(self, OP, "channel_norm_backward_parts", [parts, n];
             dy, x, by.mean, by.variance, eps, starts, &dgammas, &dbetas, parts, extents(groups)
         )?;
-        let [dgamma, dbeta] = [self.sum_parts(OP, &dgammas, &cut, n)?, self.sum_parts(OP, &dbetas, &cut, n)?];
+        let (dgamma, dbeta) = self.sum_both_parts(OP, &sums, &cut, n)?;
 
         let scale = match statistics {
             Statistics::OfInput => (1.0 / groups.members() as f64) as f32,

@@ -46,7 +46,8 @@ impl Norm for CudaDevice {
                 dy, x, gamma, mean, rstd, starts, &mut dx, add, &dgammas, &dbetas, n
             )?;
         }
-        Ok((dx, self.sum_parts(op, &dgammas, &cut, n)?, self.sum_parts(op, &dbetas, &cut, n)?))
+        let (dgamma, dbeta) = self.sum_both_parts(op, &sums, &cut, n)?;
+        Ok((dx, dgamma, dbeta))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {

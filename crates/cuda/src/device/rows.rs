@@ -55,8 +55,26 @@ impl CudaDevice {
     /// For each block, the sum over its parts, `n` numbers each.
     pub(super) fn sum_parts(&self, op: &'static str, parts: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
         let blocks = cut.parts.count() - 1;
-        let sums = self.buffer(DType::F32, n * blocks, Origin::Compute, true)?;
-        launch!(self, op, "sum_parts", [blocks, n]; parts, &cut.parts, &sums, blocks, n)?;
+        let sums = self.block_sums(n * blocks)?;
+        launch!(self, op, "sum_blocks", [blocks, n]; parts, &cut.parts, &sums, None::<&Buffer>, blocks, n)?;
         Ok(sums)
+    }
+
+    /// The same for the parts of two tensors, one after the other, in one launch.
+    pub(super) fn sum_both_parts(
+        &self,
+        op: &'static str,
+        parts: &Buffer,
+        cut: &Cut,
+        n: usize,
+    ) -> Result<(Buffer, Buffer)> {
+        let blocks = cut.parts.count() - 1;
+        let (first, second) = (self.block_sums(n * blocks)?, self.block_sums(n * blocks)?);
+        launch!(self, op, "sum_blocks", [2 * blocks, n]; parts, &cut.parts, &first, &second, blocks, n)?;
+        Ok((first, second))
+    }
+
+    fn block_sums(&self, count: usize) -> Result<Buffer> {
+        self.buffer(DType::F32, count, Origin::Compute, true)
     }
 }
