@@ -2,7 +2,7 @@
 //! anything is computed.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -21,7 +21,7 @@ impl Idle {
     pub fn new(name: &'static str) -> Self {
         let architecture = "none".to_owned();
         let (device, memory, shared) = ("no device".to_owned(), u64::MAX, u32::MAX);
-        let properties = Properties { name: device, ordinal: 0, memory, shared, architecture };
+        let properties = Properties { name: device, ordinal: 0, memory, shared, granule: 1, architecture };
         Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
     }
 }
@@ -35,7 +35,7 @@ impl Driver for Idle {
         &self.properties
     }
 
-    fn stream(&self) -> Result<Stream> {
+    fn stream_with(&self, _: Priority) -> Result<Stream> {
         Ok(Stream(self.streams.fetch_add(1, Ordering::Relaxed)))
     }
 
@@ -43,7 +43,7 @@ impl Driver for Idle {
         Ok(Address(self.next.fetch_add(bytes.next_multiple_of(256) as u64, Ordering::Relaxed)))
     }
 
-    fn free(&self, _: Address) -> Result<()> {
+    fn free_all(&self, _: &[Address]) -> Result<()> {
         Ok(())
     }
 

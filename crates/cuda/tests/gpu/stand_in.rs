@@ -144,6 +144,17 @@ fn multiplies() {
     }
 }
 
+/// Compute, copies, collectives, offload: other ranks wait for collectives.
+#[test]
+fn streams_of_collectives_have_the_highest_priority() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let (told, passed) = stand_in.run(&["--exact", "stand_in::multiplies"], &[]);
+    assert!(passed && told.contains("multiplied"), "{told}");
+    let report = stand_in.report();
+    let priorities: Vec<_> = report.iter().filter_map(|line| line.strip_prefix("stream of priority ")).collect();
+    assert_eq!(priorities, ["0", "0", "-5", "0"]);
+}
+
 /// Operations and whole steps have the CPU's bits, whatever is given out is given back, and each file of kernels is
 /// compiled once.
 #[test]
