@@ -4,7 +4,9 @@
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
+use meshwork_kernels::Source;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// A device without memory or work. All reads from it return zeros.
 #[derive(Debug)]
@@ -13,6 +15,7 @@ pub struct Idle {
     properties: Properties,
     next: AtomicU64,
     streams: AtomicUsize,
+    used: Mutex<Vec<&'static Source>>,
 }
 
 impl Idle {
@@ -22,7 +25,14 @@ impl Idle {
         let architecture = "none".to_owned();
         let (device, memory, shared) = ("no device".to_owned(), u64::MAX, u32::MAX);
         let properties = Properties { name: device, ordinal: 0, memory, shared, granule: 1, architecture };
-        Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
+        Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0), used: Mutex::default() }
+    }
+}
+
+impl Idle {
+    /// The files of the kernels that were launched, each once.
+    pub fn used(&self) -> Vec<&'static Source> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -56,6 +66,12 @@ impl Driver for Idle {
     }
 
     fn queue(&self, _: Stream, work: Work) -> Result<()> {
+        if let Work::Launch { kernel, .. } = &work {
+            let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+            if !used.contains(&kernel.0.source) {
+                used.push(kernel.0.source);
+            }
+        }
         work.check()
     }
 

@@ -55,8 +55,8 @@ impl Blocks {
         if bytes <= self.granule / 2 { Kind::Small } else { Kind::Large }
     }
 
-    /// Bytes of a segment for a block of `bytes` bytes: with a granule of 2 MiB, 2 MiB for blocks of up to 1 MiB, 20 MiB
-    /// for blocks of less than 10 MiB, and for others the next multiple of 2 MiB.
+    /// Bytes of a segment for a block of `bytes` bytes: with a granule of 2 MiB, 2 MiB for blocks of up to 1 MiB, 20
+    /// MiB for blocks of less than 10 MiB, and for others the next multiple of 2 MiB.
     pub(super) fn segment(&self, bytes: usize) -> usize {
         match self.kind(bytes) {
             Kind::Small => self.granule,

@@ -1,10 +1,10 @@
 //! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by
 //! events.
 //!
-//! A rank's stream executes the rank's pieces of an operation, reading and writing the other ranks' buffers in place. The
-//! first of these streams waits until all members have started the operation, and one event tells the others; at the end
-//! it waits for the others, and one event tells the compute streams of all members. So n members take 4n - 2 waits and
-//! n + 1 events beside their own, and not n² waits. No thread waits for a device.
+//! A rank's stream executes the rank's pieces of an operation, reading and writing the other ranks' buffers in place.
+//! The first of these streams waits until all members have started the operation, and one event tells the others; at
+//! the end it waits for the others, and one event tells the compute streams of all members. So n members take 4n - 2
+//! waits and n + 1 events beside their own, and not n² waits. No thread waits for a device.
 //!
 //! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
 //! Where they do not, the sources of a reduction are copied first, in the same stream.

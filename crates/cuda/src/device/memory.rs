@@ -2,8 +2,8 @@
 //!
 //! A block returns to the allocator when its last buffer is dropped, even if the device still works on it. This is
 //! safe, because the next owner's work is queued later in the same stream. A block that another stream wrote first
-//! keeps an event for which this stream must wait. Blocks are cut from segments, and joined again, in `blocks.rs`; at the
-//! limit, segments that nobody uses go back to the driver, in one call.
+//! keeps an event for which this stream must wait. Blocks are cut from segments, and joined again, in `blocks.rs`; at
+//! the limit, segments that nobody uses go back to the driver, in one call.
 
 use super::address_tables::AddressTables;
 use super::blocks::{Block, Blocks};
@@ -126,8 +126,9 @@ impl Pool {
         Ok(free[origin as usize].add(at, segment, bytes))
     }
 
-    /// A new segment for a block of `bytes` bytes, and its size. If there is no memory for it, segments that nobody uses
-    /// are given back: as many as the block needs, and then, because free memory of a device may lie in pieces, all.
+    /// A new segment for a block of `bytes` bytes, and its size. If there is no memory for it, segments that nobody
+    /// uses are given back: as many as the block needs, and then, because free memory of a device may lie in pieces,
+    /// all.
     fn segment(&self, bytes: usize, origin: Origin, free: &mut [Blocks; 3]) -> Result<(Address, usize), DriverError> {
         let segment = free[origin as usize].segment(bytes);
         let mut enough = bytes;

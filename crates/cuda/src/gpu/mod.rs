@@ -33,7 +33,7 @@ use cudarc::driver::sys::{
     CUfunction_attribute_enum, CUmodule, CUresult, CUstream,
 };
 use libraries::{Found, attribute, failed, is_of_work, meaning};
-use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
+use meshwork_kernels::{KERNELS, Kernel, Launch, SOURCES, Source};
 use product::Library;
 use staging::{SLOT, Staging};
 use std::collections::HashMap;
@@ -56,6 +56,16 @@ pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, G
         libraries::find_products()?;
     }
     count()
+}
+
+/// Compiles those of the files of kernels that are not yet in the folder `kernels`, for the GPU with this number,
+/// several side by side. A run that compiles each at its first use does so in a row.
+///
+/// # Errors
+/// Names the library or GPU that is missing or too old, or an error of NVRTC.
+pub fn prepare(ordinal: usize, kernels: &Path, sources: &[&'static Source]) -> std::result::Result<(), GpuError> {
+    let Found { architecture, nvrtc, .. } = libraries::find(ordinal)?;
+    Ok(Compiler::new(kernels, &architecture, nvrtc).prepare(sources)?)
 }
 
 /// Events of a stream. The next one replaces the oldest. A wait for a replaced event waits for a later moment of the
@@ -185,12 +195,13 @@ impl Gpu {
         self
     }
 
-    /// Compiles every kernel that is not yet on disk; otherwise a file is compiled at the first use of one of its
-    /// kernels.
+    /// Compiles every file of kernels that is not yet on disk, several side by side; otherwise a file is compiled at
+    /// the first use of one of its kernels.
     ///
     /// # Errors
     /// An error of NVRTC or the driver.
     pub fn compile_all(&self) -> Result<()> {
+        self.compiler.prepare(SOURCES)?;
         let mut state = self.state()?;
         KERNELS.iter().try_for_each(|kernel| self.function(&mut state, kernel).map(drop))
     }

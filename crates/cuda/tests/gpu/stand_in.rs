@@ -15,6 +15,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::thread;
 use tempfile::TempDir;
 
 /// The libraries of the stand-in.
@@ -142,6 +143,17 @@ fn multiplies() {
         Ok(()) => eprintln!("multiplied"),
         Err(error) => eprintln!("refused: {error}"),
     }
+}
+
+/// Two processes that start together compile each file once: a file has a lock, and the second finds the result.
+#[test]
+fn processes_compile_each_file_once() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let open = || stand_in.run(&["--exact", "stand_in::opens_gpu_1"], &[]);
+    let ran = thread::scope(|scope| [(); 2].map(|()| scope.spawn(open)).map(|process| process.join().unwrap()));
+    assert!(ran.iter().all(|(told, passed)| *passed && told.contains("opened")), "{ran:?}");
+    let compiled: Vec<_> = stand_in.report().into_iter().filter(|line| line.starts_with("compiles ")).collect();
+    assert_eq!(compiled.len(), SOURCES.len(), "{compiled:?}");
 }
 
 /// Compute, copies, collectives, offload: other ranks wait for collectives.
