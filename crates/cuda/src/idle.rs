@@ -2,9 +2,11 @@
 //! anything is computed.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
+use meshwork_kernels::Source;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// A device without memory or work. All reads from it return zeros.
 #[derive(Debug)]
@@ -13,6 +15,7 @@ pub struct Idle {
     properties: Properties,
     next: AtomicU64,
     streams: AtomicUsize,
+    used: Mutex<Vec<&'static Source>>,
 }
 
 impl Idle {
@@ -21,8 +24,15 @@ impl Idle {
     pub fn new(name: &'static str) -> Self {
         let architecture = "none".to_owned();
         let (device, memory, shared) = ("no device".to_owned(), u64::MAX, u32::MAX);
-        let properties = Properties { name: device, ordinal: 0, memory, shared, architecture };
-        Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
+        let properties = Properties { name: device, ordinal: 0, memory, shared, granule: 1, architecture };
+        Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0), used: Mutex::default() }
+    }
+}
+
+impl Idle {
+    /// The files of the kernels that were launched, each once.
+    pub fn used(&self) -> Vec<&'static Source> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -35,7 +45,7 @@ impl Driver for Idle {
         &self.properties
     }
 
-    fn stream(&self) -> Result<Stream> {
+    fn stream_with(&self, _: Priority) -> Result<Stream> {
         Ok(Stream(self.streams.fetch_add(1, Ordering::Relaxed)))
     }
 
@@ -43,7 +53,7 @@ impl Driver for Idle {
         Ok(Address(self.next.fetch_add(bytes.next_multiple_of(256) as u64, Ordering::Relaxed)))
     }
 
-    fn free(&self, _: Address) -> Result<()> {
+    fn free_all(&self, _: &[Address]) -> Result<()> {
         Ok(())
     }
 
@@ -56,6 +66,12 @@ impl Driver for Idle {
     }
 
     fn queue(&self, _: Stream, work: Work) -> Result<()> {
+        if let Work::Launch { kernel, .. } = &work {
+            let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+            if !used.contains(&kernel.0.source) {
+                used.push(kernel.0.source);
+            }
+        }
         work.check()
     }
 

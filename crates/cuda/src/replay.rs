@@ -14,7 +14,7 @@
 //! reports the error of an earlier one, as with all queued work.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
 use meshwork_tensor::Launches;
 use std::any::Any;
@@ -212,19 +212,19 @@ impl Driver for Replaying {
         self.inner.properties()
     }
 
-    fn stream(&self) -> Result<Stream> {
-        self.inner.stream()
+    fn stream_with(&self, priority: Priority) -> Result<Stream> {
+        self.inner.stream_with(priority)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Address> {
         self.inner.alloc(bytes)
     }
 
-    fn free(&self, at: Address) -> Result<()> {
+    fn free_all(&self, all: &[Address]) -> Result<()> {
         // Under the lock, because nobody may wait for a GPU while another thread captures.
         let mut state = self.lock();
         state.flush_all(&*self.inner)?;
-        self.inner.free(at)
+        self.inner.free_all(all)
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Address> {
@@ -232,7 +232,7 @@ impl Driver for Replaying {
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
-        let mut state = self.lock(); // as in `free`
+        let mut state = self.lock(); // as in `free_all`
         state.flush_all(&*self.inner)?;
         self.inner.free_host(at)
     }

@@ -119,7 +119,8 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
 }
 
 /// The fault of a configuration whose device lacks something that a step needs: an operation, an element type, an
-/// update rule. One step of each stage runs on a device without contents.
+/// update rule. One step of each stage runs on a device without contents; if it lacks nothing, the kernels of the step
+/// are compiled.
 pub(crate) fn lacking(config: &Config) -> Option<Fault> {
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     return cuda::lacking(config);
@@ -240,6 +241,17 @@ mod cuda {
         }))
     }
 
+    /// Compiles the kernels of a step on a GPU before the run, side by side. An error comes out again at the first use.
+    fn prepare(device: Device, idle: &Idle) {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(number) = device {
+            let folder = meshwork_cuda::cache::folder();
+            _ = meshwork_cuda::gpu::prepare(number.unwrap_or(0), &folder, &idle.used());
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = (device, idle);
+    }
+
     pub(super) fn lacking(config: &Config) -> Option<Fault> {
         if config.device == Device::Cpu {
             return None;
@@ -248,9 +260,13 @@ mod cuda {
         let (mesh, model) = (&plan.mesh, config.model());
         let first = |rank: &usize| mesh.data_rank(mesh.coords(*rank)) == 0 && mesh.coords(*rank).get(Axis::Tp) == 0;
         (0..mesh.world_size()).filter(first).find_map(|rank| {
-            let (idle, precision) = (Idle::new(config.device.name()), config.training.matmul_dtype.precision());
-            let device = CudaDevice::with_precision(Arc::new(idle), products(config), precision).ok()?;
-            let error = dry_run::attempt(&model, &plan, rank, Arc::new(device)).err()?;
+            let (idle, precision) =
+                (Arc::new(Idle::new(config.device.name())), config.training.matmul_dtype.precision());
+            let device = CudaDevice::with_precision(idle.clone(), products(config), precision).ok()?;
+            let Err(error) = dry_run::attempt(&model, &plan, rank, Arc::new(device)) else {
+                prepare(config.device, &idle);
+                return None;
+            };
             let lack = error.lack()?;
             let valid =
                 "use cpu, or settings that do without it: docs/cuda.md lists the operations that the device has";

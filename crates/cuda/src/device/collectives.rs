@@ -1,9 +1,10 @@
 //! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by
 //! events.
 //!
-//! A rank's stream waits until all members have started the operation, then executes the rank's pieces of it, reading
-//! and writing the other ranks' buffers in place. The compute streams of all members wait for it. No thread waits for a
-//! device.
+//! A rank's stream executes the rank's pieces of an operation, reading and writing the other ranks' buffers in place.
+//! The first of these streams waits until all members have started the operation, and one event tells the others; at
+//! the end it waits for the others, and one event tells the compute streams of all members. So n members take 4n - 2
+//! waits and n + 1 events beside their own, and not n² waits. No thread waits for a device.
 //!
 //! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
 //! Where they do not, the sources of a reduction are copied first, in the same stream.
@@ -14,6 +15,7 @@ use crate::driver::{Argument, Driver, DriverError, Event, Reach, Remote};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, WorkPiece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl Carrier for Pool {
@@ -26,12 +28,16 @@ impl Carrier for Pool {
         let reduces = work.pieces.iter().any(|piece| piece.sources.len() > 1);
         let kernel = if reduces { Some(reduction(work)?) } else { None };
         let pools: Vec<_> = work.members.iter().map(|member| pool(&member.ready)).collect::<Result<_, _>>()?;
-        let entered = vec![false; pools.len()];
-        let mut queues = Queues { work, pools: &pools, entered, size: work.dtype.size() };
+        let by = |(index, piece): (usize, &WorkPiece)| piece.targets.start + index % piece.targets.len();
+        let workers: BTreeSet<usize> = work.pieces.iter().enumerate().map(by).collect();
+        let Some(&first) = workers.first() else { return Ok(Vec::new()) };
+        let others: Vec<usize> = workers.into_iter().skip(1).collect();
+        let queues = Queues { work, pools: &pools, size: work.dtype.size() };
+        queues.begin(first, &others).map_err(text)?;
         for (index, piece) in work.pieces.iter().enumerate() {
-            queues.piece(kernel, piece, piece.targets.start + index % piece.targets.len())?;
+            queues.piece(kernel, piece, by((index, piece)))?;
         }
-        queues.done().map_err(text)
+        Ok(vec![queues.end(first, &others).map_err(text)?])
     }
 
     fn resume(&self, done: &[Moment]) -> Result<(), String> {
@@ -64,32 +70,46 @@ fn text(error: impl ToString) -> String {
 struct Queues<'a> {
     work: &'a DeviceWork,
     pools: &'a [Arc<Pool>],
-    /// Which members' streams wait already for all others.
-    entered: Vec<bool>,
     /// Bytes of an element.
     size: usize,
 }
 
-impl<'a> Queues<'a> {
-    fn driver(&self, member: usize) -> &'a dyn Driver {
+impl Queues<'_> {
+    fn driver(&self, member: usize) -> &dyn Driver {
         &*self.pools[member].driver
     }
 
-    /// The pool of a member. Its stream first waits until all members have started the operation.
-    fn enter(&mut self, member: usize) -> Result<&'a Arc<Pool>, DriverError> {
-        let pool = &self.pools[member];
-        if !std::mem::replace(&mut self.entered[member], true) {
-            for (other, of) in self.work.members.iter().enumerate() {
-                pool.driver.wait_for(pool.collectives, self.driver(other), Event(of.ready.number))?;
-            }
+    /// The stream of `first` waits until all members have started the operation; those of `others` wait for it.
+    fn begin(&self, first: usize, others: &[usize]) -> Result<(), DriverError> {
+        let Pool { driver, collectives, .. } = &*self.pools[first];
+        for (member, of) in self.work.members.iter().enumerate() {
+            driver.wait_for(*collectives, self.driver(member), Event(of.ready.number))?;
         }
-        Ok(pool)
+        if others.is_empty() {
+            return Ok(());
+        }
+        let begun = driver.record(*collectives)?;
+        others.iter().try_for_each(|&other| {
+            let pool = &self.pools[other];
+            pool.driver.wait_for(pool.collectives, &**driver, begun)
+        })
+    }
+
+    /// The moment at which the streams of all are done: that of `first` waits for those of `others`.
+    fn end(&self, first: usize, others: &[usize]) -> Result<Moment, DriverError> {
+        let Pool { driver, collectives, .. } = &*self.pools[first];
+        for &other in others {
+            let pool = &self.pools[other];
+            driver.wait_for(*collectives, &*pool.driver, pool.driver.record(pool.collectives)?)?;
+        }
+        let carrier = self.work.members[first].ready.carrier.clone();
+        Ok(Moment { carrier, number: driver.record(*collectives)?.0 })
     }
 
     /// Queues a piece in the stream of `by`, one of its targets: the sources' elements come to `by`, and go from
     /// there to the other targets.
-    fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &WorkPiece, by: usize) -> Result<(), String> {
-        let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
+    fn piece(&self, kernel: Option<&'static Kernel>, piece: &WorkPiece, by: usize) -> Result<(), String> {
+        let (work, size, pool) = (self.work, self.size, &self.pools[by]);
         let bytes = piece.count * size;
         let source = |member: usize| Address(work.members[member].source).offset(piece.read_at * size);
         let target = |member: usize| Address(work.members[member].target).offset(piece.write_at * size);
@@ -149,16 +169,6 @@ impl<'a> Queues<'a> {
             driver.copy_between(stream, from, to, bytes)
         };
         queued.map_err(text)
-    }
-
-    /// The moments at which the streams are done.
-    fn done(&self) -> Result<Vec<Moment>, DriverError> {
-        let entered = self.work.members.iter().zip(self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
-        let done = entered.map(|((member, pool), _)| {
-            let number = pool.driver.record(pool.collectives)?.0;
-            Ok(Moment { carrier: member.ready.carrier.clone(), number })
-        });
-        done.collect()
     }
 }
 

@@ -2,20 +2,18 @@
 //!
 //! A block returns to the allocator when its last buffer is dropped, even if the device still works on it. This is
 //! safe, because the next owner's work is queued later in the same stream. A block that another stream wrote first
-//! keeps an event for which this stream must wait.
+//! keeps an event for which this stream must wait. Blocks are cut from segments, and joined again, in `blocks.rs`; at
+//! the limit, segments that nobody uses go back to the driver, in one call.
 
 use super::address_tables::AddressTables;
+use super::blocks::{Block, Blocks};
 use super::prelude::*;
 use super::room::Room;
-use crate::driver::{Driver, DriverError, Event, Stream};
+use crate::driver::{Driver, DriverError, Priority, Stream};
 use meshwork_core::Memory;
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_tensor::{Category, Meter};
-use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, OnceLock};
-
-/// Sizes of blocks are multiples of this many bytes.
-const UNIT: usize = 256;
 
 /// The stream that writes a block first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,27 +36,14 @@ pub(super) struct Pool {
     /// Copies for offload.
     pub(super) offload: Stream,
     pub(super) meter: Arc<Meter>,
-    free: Mutex<[Free; 3]>,
+    /// By the stream that writes them first.
+    free: Mutex<[Blocks; 3]>,
     /// Addresses that kernels of collectives take.
     pub(super) tables: Mutex<AddressTables>,
     /// The pinned memory of offload.
     pub(super) room: Room,
     /// The first error without a caller to return it to, as while a buffer was dropped.
     fault: OnceLock<DriverError>,
-}
-
-/// Free blocks, by size and address. The lowest address of a size is used first: so steps with the same allocations get
-/// the same addresses, whatever the order of frees in the previous step, and their work can be replayed unchanged
-/// ([`crate::replay`]).
-type Free = BTreeMap<usize, BTreeMap<Address, Block>>;
-
-/// A free block.
-#[derive(Clone, Copy, Debug)]
-struct Block {
-    at: Address,
-    bytes: usize,
-    /// The event after which its last owner is done, if that event is not in the stream of its origin.
-    done: Option<Event>,
 }
 
 /// A block owned by buffers.
@@ -74,9 +59,11 @@ pub(super) struct DeviceMemory {
 
 impl Pool {
     pub(super) fn new(driver: Arc<dyn Driver>) -> Result<Self, DriverError> {
-        let (compute, copies, collectives) = (driver.stream()?, driver.stream()?, driver.stream()?);
+        let (compute, copies) = (driver.stream()?, driver.stream()?);
+        let collectives = driver.stream_with(Priority::Highest)?;
         let offload = driver.stream()?;
-        let (meter, free, tables, room) = (Arc::default(), Mutex::default(), Mutex::default(), Room::default());
+        let free = Mutex::new([(); 3].map(|()| Blocks::new(driver.properties().granule)));
+        let (meter, tables, room) = (Arc::default(), Mutex::default(), Room::default());
         let fault = OnceLock::new();
         Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room, fault })
     }
@@ -91,7 +78,7 @@ impl Pool {
         self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
     }
 
-    fn free(&self) -> MutexGuard<'_, [Free; 3]> {
+    fn free(&self) -> MutexGuard<'_, [Blocks; 3]> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -104,7 +91,7 @@ impl Pool {
         counted: bool,
     ) -> meshwork_tensor::Result<DeviceMemory> {
         let counted = if counted { Some((self.meter.grow(bytes)?, bytes)) } else { None };
-        match self.take(bytes.max(1).next_multiple_of(UNIT), origin) {
+        match self.take(Blocks::size(bytes), origin) {
             Ok(Block { at, bytes, .. }) => Ok(DeviceMemory { pool: self.clone(), at, bytes, origin, counted }),
             Err(fault) => {
                 if let Some((category, bytes)) = counted {
@@ -129,27 +116,56 @@ impl Pool {
 
     fn take(&self, bytes: usize, origin: Origin) -> Result<Block, DriverError> {
         let mut free = self.free();
-        // As in the CPU's arena, a block may be at most a quarter too large.
-        let mut fitting = free[origin as usize].range_mut(bytes..=bytes + bytes / 4 + UNIT);
-        if let Some(block) = fitting.find_map(|(_, blocks)| blocks.pop_first()).map(|(_, block)| block) {
+        if let Some(block) = free[origin as usize].take(bytes) {
             if let Some(done) = block.done {
                 self.driver.wait(self.copies, done)?;
             }
             return Ok(block);
         }
-        let new = |at| Block { at, bytes, done: None };
-        match self.driver.alloc(bytes) {
-            Err(DriverError::OutOfMemory { .. }) => {
-                // Unused blocks of other sizes are given back.
-                for block in
-                    free.iter_mut().flat_map(|of| std::mem::take(of).into_values().flat_map(BTreeMap::into_values))
-                {
-                    self.driver.free(block.at)?;
-                }
-                self.driver.alloc(bytes).map(new)
+        let (at, segment) = self.segment(bytes, origin, &mut free)?;
+        Ok(free[origin as usize].add(at, segment, bytes))
+    }
+
+    /// A new segment for a block of `bytes` bytes, and its size. If there is no memory for it, segments that nobody
+    /// uses are given back: as many as the block needs, and then, because free memory of a device may lie in pieces,
+    /// all.
+    fn segment(&self, bytes: usize, origin: Origin, free: &mut [Blocks; 3]) -> Result<(Address, usize), DriverError> {
+        let segment = free[origin as usize].segment(bytes);
+        let mut enough = bytes;
+        loop {
+            let alloc = |size| self.driver.alloc(size).map(|at| (at, size));
+            let full = match alloc(segment) {
+                Err(DriverError::OutOfMemory { .. }) => match alloc(bytes) {
+                    Err(full @ DriverError::OutOfMemory { .. }) => full,
+                    block => return block,
+                },
+                segment => return segment,
+            };
+            if self.give_back(enough, free)? == 0 {
+                return Err(full);
             }
-            at => at.map(new),
+            enough = usize::MAX;
         }
+    }
+
+    /// Gives unused segments back, the largest first, until they have `enough` bytes. Returns their bytes.
+    fn give_back(&self, enough: usize, free: &mut [Blocks; 3]) -> Result<usize, DriverError> {
+        let unused = |of: usize| free[of].unused().map(move |(bytes, at)| (bytes, at, of));
+        let mut unused: Vec<_> = (0..free.len()).flat_map(unused).collect();
+        unused.sort_unstable();
+        let (mut bytes, mut given) = (0, Vec::new());
+        for (size, at, of) in unused.into_iter().rev() {
+            if bytes >= enough {
+                break;
+            }
+            free[of].forget(at);
+            given.push(at);
+            bytes += size;
+        }
+        if bytes > 0 {
+            self.driver.free_all(&given)?;
+        }
+        Ok(bytes)
     }
 
     /// Takes back memory whose last work is queued in the stream of computation, or of collectives.
@@ -160,19 +176,17 @@ impl Pool {
             Origin::Compute | Origin::Collectives => None,
             Origin::Copies => Some(self.driver.record(self.compute)?),
         };
-        self.free()[origin as usize].entry(bytes).or_default().insert(at, Block { at, bytes, done });
+        self.free()[origin as usize].give(Block { at, bytes, done });
         Ok(())
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let free = std::mem::take(self.free.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
         let tables = self.tables.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let blocks = free.into_iter().flat_map(|of| of.into_values().flat_map(BTreeMap::into_keys));
-        for at in blocks.chain(tables) {
-            _ = self.driver.free(at); // a device that failed keeps its memory
-        }
+        let all: Vec<Address> = free.iter_mut().flat_map(Blocks::drain).chain(tables).collect();
+        _ = self.driver.free_all(&all); // a device that failed keeps its memory
         for at in self.room.take() {
             _ = self.driver.free_host(at);
         }

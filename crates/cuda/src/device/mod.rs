@@ -6,6 +6,7 @@
 
 mod address_tables;
 mod attention;
+mod blocks;
 mod channel_norm;
 mod checked;
 mod collectives;

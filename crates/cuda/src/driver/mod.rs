@@ -19,6 +19,15 @@ use std::fmt::Debug;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream(pub usize);
 
+/// Which stream's kernels a device begins first, of those that could begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Priority {
+    /// That of computation.
+    Usual,
+    /// Before all others: ranks wait for it.
+    Highest,
+}
+
 /// An event in a stream: the moment when all work queued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Event(pub u64);
@@ -34,6 +43,9 @@ pub struct Properties {
     pub memory: u64,
     /// Bytes of shared memory that a block of threads may have.
     pub shared: u32,
+    /// Memory is given out in multiples of so many bytes: a smaller allocation costs as much. 2 MiB on a GPU; 1 where
+    /// each allocation has exactly the bytes that it was asked for.
+    pub granule: usize,
     /// The architecture that kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
     pub architecture: String,
 }
@@ -72,13 +84,13 @@ pub trait Driver: Any + Send + Sync + Debug {
     fn properties(&self) -> &Properties;
 
     /// A new stream.
-    fn stream(&self) -> Result<Stream>;
+    fn stream_with(&self, priority: Priority) -> Result<Stream>;
 
     /// Memory of at least `bytes` bytes at a multiple of 256, whose contents are unspecified.
     fn alloc(&self, bytes: usize) -> Result<Address>;
 
-    /// Frees memory, once all queued work is done.
-    fn free(&self, at: Address) -> Result<()>;
+    /// Frees allocations, once all queued work is done: the host waits for it once.
+    fn free_all(&self, all: &[Address]) -> Result<()>;
 
     /// Pinned host memory of `bytes` bytes, all zero: copies from and to it run concurrently with all other work, and
     /// only [`Work::Save`] and [`Work::Load`] use it.
@@ -128,6 +140,16 @@ pub trait Driver: Any + Send + Sync + Debug {
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {
         _ = streams;
         None
+    }
+
+    /// A new stream of the usual priority.
+    fn stream(&self) -> Result<Stream> {
+        self.stream_with(Priority::Usual)
+    }
+
+    /// Frees one allocation, once all queued work is done.
+    fn free(&self, at: Address) -> Result<()> {
+        self.free_all(&[at])
     }
 
     /// Queues a kernel.

@@ -18,11 +18,12 @@ mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
 use memory::HOST;
 use meshwork_kernels::Launch;
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use work::{Queued, State};
 
@@ -68,7 +69,15 @@ impl Emulator {
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
         let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
         let shared = 227 << 10; // as on an H100
-        Self { properties: Properties { name, ordinal, memory, shared, architecture }, machine }
+        Self { properties: Properties { name, ordinal, memory, shared, granule: 1, architecture }, machine }
+    }
+
+    /// The same device, which gives memory out in multiples of so many bytes, as a GPU does. Without this each
+    /// allocation has exactly the bytes that it was asked for, so that a write beyond them is found.
+    #[must_use]
+    pub fn granule(mut self, bytes: usize) -> Self {
+        self.properties.granule = bytes;
+        self
     }
 
     fn ordinal(&self) -> usize {
@@ -92,6 +101,11 @@ impl Emulator {
     /// The waits of streams for events so far, on all devices of the machine.
     pub fn waits(&self) -> u64 {
         self.lock().waits
+    }
+
+    /// How often each call of the seam that reaches the machine was made, by its name, on all of its devices.
+    pub fn calls(&self) -> BTreeMap<&'static str, u64> {
+        self.lock().calls.clone()
     }
 
     /// Allocated bytes of its memory.
@@ -119,6 +133,13 @@ impl Emulator {
         self.lock().launches.clone().unwrap_or_default()
     }
 
+    /// The state of the machine, for a call of the seam, which is counted.
+    fn call(&self, name: &'static str) -> MutexGuard<'_, State> {
+        let mut state = self.lock();
+        *state.calls.entry(name).or_default() += 1;
+        state
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.machine.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -140,27 +161,27 @@ impl Driver for Emulator {
         &self.properties
     }
 
-    fn stream(&self) -> Result<Stream> {
-        Ok(self.lock().stream(self.ordinal()))
+    fn stream_with(&self, _: Priority) -> Result<Stream> {
+        Ok(self.call("stream_with").stream(self.ordinal()))
     }
 
     fn alloc(&self, bytes: usize) -> Result<Address> {
-        self.lock().memory.alloc(self.ordinal(), bytes, self.properties.memory)
+        self.call("alloc").memory.alloc(self.ordinal(), bytes, self.properties.memory)
     }
 
-    fn free(&self, at: Address) -> Result<()> {
-        let mut state = self.lock();
+    fn free_all(&self, all: &[Address]) -> Result<()> {
+        let mut state = self.call("free_all");
         state.host_waits += 1;
         state.finish_device(self.ordinal())?;
-        state.memory.free(self.ordinal(), at)
+        all.iter().try_for_each(|&at| state.memory.free(self.ordinal(), at))
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Address> {
-        self.lock().memory.alloc_host(bytes)
+        self.call("alloc_host").memory.alloc_host(bytes)
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.call("free_host");
         state.host_waits += 1;
         state.finish_device(self.ordinal())?;
         state.memory.free(HOST, at)
@@ -179,15 +200,15 @@ impl Driver for Emulator {
                 return Err(DriverError::Kernel { kernel: kernel.0.name, why });
             }
         }
-        self.lock().push(self.ordinal(), stream, Queued::Work(work))
+        self.call("queue").push(self.ordinal(), stream, Queued::Work(work))
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        self.lock().record(self.ordinal(), stream)
+        self.call("record").record(self.ordinal(), stream)
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.lock().wait(self.ordinal(), stream, event)
+        self.call("wait").wait(self.ordinal(), stream, event)
     }
 
     fn reach(&self, other: &dyn Driver) -> Result<Reach> {
@@ -195,7 +216,7 @@ impl Driver for Emulator {
         if by != of && !(self.machine.peers)(by, of) {
             return Ok(Reach::Copies);
         }
-        self.lock().memory.open(by, of);
+        self.call("reach").memory.open(by, of);
         Ok(Reach::Direct)
     }
 
@@ -207,21 +228,21 @@ impl Driver for Emulator {
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
         let of = |end: Remote<'_>| Ok((self.neighbour("copy_between", end.driver)?.ordinal(), end.at));
         let (from, to) = (of(from)?, of(to)?);
-        self.lock().push(self.ordinal(), stream, Queued::Between { from, to, bytes })
+        self.call("copy_between").push(self.ordinal(), stream, Queued::Between { from, to, bytes })
     }
 
     fn finish(&self, event: Event) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.call("finish");
         state.host_waits += 1;
         state.finish(event)
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() })
+        self.call("write").push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() })
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.call("read");
         state.host_waits += 1;
         let event = state.record(self.ordinal(), stream)?;
         state.finish(event)?;

@@ -7,7 +7,7 @@ use half::bf16;
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 /// An entry of a queue.
@@ -51,6 +51,8 @@ pub(super) struct State {
     recorded: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
+    /// How often each call of the seam was made.
+    pub(super) calls: BTreeMap<&'static str, u64>,
     /// The waits of streams for events so far.
     pub(super) waits: u64,
     /// The wait that is left out.
@@ -72,6 +74,7 @@ impl State {
             recorded: 0,
             draws: Draws::new(order),
             fault: None,
+            calls: BTreeMap::new(),
             waits: 0,
             skipped: None,
             host_waits: 0,

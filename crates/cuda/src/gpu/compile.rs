@@ -1,15 +1,17 @@
-//! Kernels compiled by NVRTC for one GPU, and cached on disk by a hash of all their inputs.
+//! Kernels compiled by NVRTC for one GPU, and cached on disk by a hash of all their inputs. Files are compiled side by
+//! side ([`Compiler::prepare`]); each has a lock beside it, so that of the ranks that need it, in this process or
+//! another, one compiles and the others find the result.
 
 use crate::driver::{DriverError, Result};
 use cudarc::nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult};
 use meshwork_kernels::{HEADERS, OPTIONS, Source};
 use std::ffi::{CString, c_char};
-use std::fs;
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::ptr::null;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
 
 /// A compiler for one architecture. NVRTC must be available.
 #[derive(Debug)]
@@ -30,18 +32,37 @@ impl Compiler {
     /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and cached. If the folder
     /// cannot be written, each process compiles its own.
     pub(super) fn image(&self, source: &'static Source, anew: bool) -> Result<Vec<u8>> {
-        // The ranks of a process need the same kernels at the same time: one rank compiles, the others find the result
-        // on disk.
-        static ONE: Mutex<()> = Mutex::new(());
-        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let path = self.path(source);
-        match fs::read(&path) {
-            Ok(image) if !anew => return Ok(image),
-            _ => {}
+        let kept = || fs::read(&path).ok().filter(|_| !anew);
+        if let Some(image) = kept() {
+            return Ok(image);
+        }
+        // A folder that cannot be written has no lock.
+        let _lock = lock(&path.with_extension("lock"));
+        if let Some(image) = kept() {
+            return Ok(image);
         }
         let image = self.compile(source)?;
         _ = keep(&path, &image);
         Ok(image)
+    }
+
+    /// Compiles those of the files that are not on disk yet, as many side by side as the host has threads.
+    pub(super) fn prepare(&self, sources: &[&'static Source]) -> Result<()> {
+        let missing: Vec<_> = sources.iter().filter(|source| !self.path(source).exists()).collect();
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(missing.len());
+        let next = AtomicUsize::new(0);
+        let compile = || {
+            while let Some(source) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.image(source, false)?;
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let compiling: Vec<_> = (0..threads).map(|_| scope.spawn(compile)).collect();
+            // A thread that panicked says so itself; its file is compiled when it is used.
+            compiling.into_iter().try_for_each(|thread| thread.join().unwrap_or(Ok(())))
+        })
     }
 
     fn path(&self, source: &Source) -> PathBuf {
@@ -108,6 +129,13 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
     strings.iter().map(|string| string.as_ptr()).chain([null()]).collect()
 }
 
+/// The right to compile a file, until it is dropped or the process ends. Waits for the thread or process that compiles.
+fn lock(path: &Path) -> std::io::Result<File> {
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    let file = File::options().write(true).create(true).truncate(false).open(path)?;
+    file.lock().map(|()| file)
+}
+
 /// Writes a file under a temporary name and renames it, so that no other process reads an incomplete file.
 fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -121,6 +149,7 @@ mod tests {
     use super::*;
     use crate::gpu::libraries::nvrtc;
     use meshwork_kernels::SOURCES;
+    use std::time::Instant;
 
     /// NVRTC needs no GPU: compiles to machine code for the targets that `kernels/check.py` compiles with nvcc.
     #[test]
@@ -132,6 +161,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for architecture in ["sm_80", "sm_90a", "sm_121a"] {
             let compiler = Compiler::new(folder.path(), architecture, version.clone());
+            let start = Instant::now();
+            compiler.prepare(SOURCES).unwrap_or_else(|error| panic!("{architecture}: {error}"));
+            println!("{architecture}: {} files in {:.1?}", SOURCES.len(), start.elapsed());
             for source in SOURCES {
                 let image = compiler.image(source, false).unwrap_or_else(|error| panic!("{architecture}: {error}"));
                 assert!(image.starts_with(b"\x7fELF"), "{}", source.name);

@@ -17,19 +17,23 @@ mod staging;
 
 use crate::device::Products;
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Priority, Product, Properties, Reach, Remote, Result, Stream,
+    Work,
 };
 use compile::Compiler;
 use cudarc::driver::result::{
-    self as cuda, DriverError as Code, ctx, device, event, free_sync, function::set_function_attribute, malloc_sync,
-    mem_get_info, memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
+    self as cuda, DriverError as Code, ctx, device, event, free_sync,
+    function::set_function_attribute,
+    malloc_sync, mem_get_info, memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module,
+    primary_ctx,
+    stream::{StreamKind, create_with_priority, get_priority_range},
 };
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction,
     CUfunction_attribute_enum, CUmodule, CUresult, CUstream,
 };
 use libraries::{Found, attribute, failed, is_of_work, meaning};
-use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
+use meshwork_kernels::{KERNELS, Kernel, Launch, SOURCES, Source};
 use product::Library;
 use staging::{SLOT, Staging};
 use std::collections::HashMap;
@@ -54,12 +58,25 @@ pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, G
     count()
 }
 
+/// Compiles those of the files of kernels that are not yet in the folder `kernels`, for the GPU with this number,
+/// several side by side. A run that compiles each at its first use does so in a row.
+///
+/// # Errors
+/// Names the library or GPU that is missing or too old, or an error of NVRTC.
+pub fn prepare(ordinal: usize, kernels: &Path, sources: &[&'static Source]) -> std::result::Result<(), GpuError> {
+    let Found { architecture, nvrtc, .. } = libraries::find(ordinal)?;
+    Ok(Compiler::new(kernels, &architecture, nvrtc).prepare(sources)?)
+}
+
 /// Events of a stream. The next one replaces the oldest. A wait for a replaced event waits for a later moment of the
 /// same stream, which is queued already, so that no wait is for work that follows it.
 const EVENTS: u64 = 256;
 
 /// The number of an event is its moment in the stream, times this, plus the number of the stream.
 const STREAMS: u64 = 256;
+
+/// Bytes of the pages that the driver gives out.
+const GRANULE: usize = 2 << 20;
 
 /// A GPU of one rank.
 #[derive(Debug)]
@@ -72,6 +89,8 @@ pub struct Gpu {
     /// Whether it waits after each call.
     blocking: bool,
     state: Mutex<State>,
+    /// Access to the memory of other GPUs, by their numbers.
+    reaches: Mutex<HashMap<usize, Reach>>,
     /// Notified when a capture ends.
     released: Condvar,
 }
@@ -113,8 +132,6 @@ struct State {
     functions: HashMap<[&'static str; 2], CUfunction>,
     library: Option<Library>,
     graphs: graph::Graphs,
-    /// Access to the memory of other GPUs, by their numbers.
-    reaches: HashMap<usize, Reach>,
 }
 
 // SAFETY: CUDA handles are not bound to a thread; only the context is, and each call makes it current. The memory
@@ -148,12 +165,20 @@ impl Gpu {
         // SAFETY: the number is valid for a GPU; the context is released when it is dropped.
         let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let gpu = Self {
-            properties: Properties { name, ordinal, memory, shared, architecture: architecture.clone() },
+            properties: Properties {
+                name,
+                ordinal,
+                memory,
+                shared,
+                granule: GRANULE,
+                architecture: architecture.clone(),
+            },
             context: Context { device: number, handle },
             compiler: Compiler::new(kernels, &architecture, nvrtc),
             driver: libraries::version()?,
             blocking: false,
             state: Mutex::default(),
+            reaches: Mutex::default(),
             released: Condvar::new(),
         };
         if products == Products::OfTheLibrary {
@@ -170,12 +195,13 @@ impl Gpu {
         self
     }
 
-    /// Compiles every kernel that is not yet on disk; otherwise a file is compiled at the first use of one of its
-    /// kernels.
+    /// Compiles every file of kernels that is not yet on disk, several side by side; otherwise a file is compiled at
+    /// the first use of one of its kernels.
     ///
     /// # Errors
     /// An error of NVRTC or the driver.
     pub fn compile_all(&self) -> Result<()> {
+        self.compiler.prepare(SOURCES)?;
         let mut state = self.state()?;
         KERNELS.iter().try_for_each(|kernel| self.function(&mut state, kernel).map(drop))
     }
@@ -184,6 +210,11 @@ impl Gpu {
     fn state(&self) -> Result<MutexGuard<'_, State>> {
         self.context.enter()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The GPU's event for this event, which a stream of another GPU may wait for: no context need be current.
+    fn event(&self, call: &'static str, event: Event) -> Result<CUevent> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).event(call, event)
     }
 
     /// The state, with the context current, and the GPU's handle of a stream that no other thread captures. Callers
@@ -335,12 +366,16 @@ impl Driver for Gpu {
         &self.properties
     }
 
-    fn stream(&self) -> Result<Stream> {
+    fn stream_with(&self, priority: Priority) -> Result<Stream> {
         let mut state = self.state()?;
         if state.queues.len() as u64 >= STREAMS {
             return Err(DriverError::Call { call: "cuStreamCreate", why: format!("a rank has at most {STREAMS}") });
         }
-        let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
+        let priority = match priority {
+            Priority::Usual => 0,
+            Priority::Highest => get_priority_range().map_err(failed("cuCtxGetStreamPriorityRange"))?.1,
+        };
+        let stream = create_with_priority(StreamKind::NonBlocking, priority).map_err(failed("cuStreamCreate"))?;
         state.queues.push(Queue { stream, events: Vec::new(), recorded: 0, captured: None });
         Ok(Stream(state.queues.len() - 1))
     }
@@ -350,12 +385,12 @@ impl Driver for Gpu {
         allocate(bytes.max(1)).map(Address)
     }
 
-    fn free(&self, at: Address) -> Result<()> {
+    fn free_all(&self, all: &[Address]) -> Result<()> {
         let _captures = graph::without_captures();
         let _state = self.state()?;
         ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
-        // SAFETY: `alloc` returned it, as the driver checks, and no queued work uses it any more.
-        unsafe { free_sync(at.0) }.map_err(failed("cuMemFree"))
+        // SAFETY: `alloc` returned them, as the driver checks, and no queued work uses them any more.
+        all.iter().try_for_each(|at| unsafe { free_sync(at.0) }.map_err(failed("cuMemFree")))
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Address> {

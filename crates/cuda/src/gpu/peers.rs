@@ -9,6 +9,7 @@ use crate::driver::{Driver, DriverError, Event, Reach, Remote, Result, Stream};
 use cudarc::driver::result::{DriverError as Code, memcpy_peer_async, stream::wait_event};
 use cudarc::driver::sys::{CUevent_wait_flags, CUresult, cuCtxEnablePeerAccess, cuDeviceCanAccessPeer};
 use std::any::Any;
+use std::sync::PoisonError;
 
 /// The GPU behind a driver.
 fn gpu<'a>(call: &'static str, one: &Gpu, other: &'a dyn Driver) -> Result<&'a Gpu> {
@@ -26,10 +27,11 @@ pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
     if this.context.handle == other.context.handle {
         return Ok(Reach::Direct);
     }
-    let mut state = this.state()?;
-    if let Some(&known) = state.reaches.get(&other.properties.ordinal) {
+    let mut reaches = this.reaches.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&known) = reaches.get(&other.properties.ordinal) {
         return Ok(known);
     }
+    this.context.enter()?;
     let mut can = 0;
     // SAFETY: both numbers are valid for GPUs; writes one number.
     let asked = unsafe { cuDeviceCanAccessPeer(&mut can, this.context.device, other.context.device) }.result();
@@ -43,12 +45,12 @@ pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
         Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED | CUresult::CUDA_ERROR_TOO_MANY_PEERS)) => Reach::Copies,
         Err(other) => return Err(failed("cuCtxEnablePeerAccess")(other)),
     };
-    Ok(*state.reaches.entry(other.properties.ordinal).or_insert(reach))
+    Ok(*reaches.entry(other.properties.ordinal).or_insert(reach))
 }
 
 /// [`Driver::wait_for`].
 pub(super) fn wait_for(this: &Gpu, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
-    let event = gpu("wait_for", this, other)?.state()?.event("wait_for", event)?;
+    let event = gpu("wait_for", this, other)?.event("wait_for", event)?;
     let (_state, queue) = this.queue_of("wait_for", stream)?;
     let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
     // SAFETY: both exist until their GPUs are dropped. Events of one context can be waited for in streams of another.

@@ -272,7 +272,17 @@ C cuMemFreeHost(void *at) {
     return OK;
 }
 
-C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream(); made->of = current; streams.insert(made); *stream = made; return OK; }
+C cuCtxGetStreamPriorityRange(int *least, int *greatest) { CONTEXT; *least = 0; *greatest = -5; return OK; }
+C cuStreamCreateWithPriority(void **stream, unsigned, int priority) {
+    CONTEXT;
+    if (priority > 0 || priority < -5) return INVALID_VALUE;
+    report("stream of priority " + std::to_string(priority));
+    auto made = new Stream();
+    made->of = current;
+    streams.insert(made);
+    *stream = made;
+    return OK;
+}
 C cuStreamDestroy_v2(void *stream) {
     CONTEXT;
     if (!streams.erase((Stream *)stream)) return INVALID_HANDLE;

@@ -15,6 +15,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::thread;
 use tempfile::TempDir;
 
 /// The libraries of the stand-in.
@@ -142,6 +143,28 @@ fn multiplies() {
         Ok(()) => eprintln!("multiplied"),
         Err(error) => eprintln!("refused: {error}"),
     }
+}
+
+/// Two processes that start together compile each file once: a file has a lock, and the second finds the result.
+#[test]
+fn processes_compile_each_file_once() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let open = || stand_in.run(&["--exact", "stand_in::opens_gpu_1"], &[]);
+    let ran = thread::scope(|scope| [(); 2].map(|()| scope.spawn(open)).map(|process| process.join().unwrap()));
+    assert!(ran.iter().all(|(told, passed)| *passed && told.contains("opened")), "{ran:?}");
+    let compiled: Vec<_> = stand_in.report().into_iter().filter(|line| line.starts_with("compiles ")).collect();
+    assert_eq!(compiled.len(), SOURCES.len(), "{compiled:?}");
+}
+
+/// Compute, copies, collectives, offload: other ranks wait for collectives.
+#[test]
+fn streams_of_collectives_have_the_highest_priority() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let (told, passed) = stand_in.run(&["--exact", "stand_in::multiplies"], &[]);
+    assert!(passed && told.contains("multiplied"), "{told}");
+    let report = stand_in.report();
+    let priorities: Vec<_> = report.iter().filter_map(|line| line.strip_prefix("stream of priority ")).collect();
+    assert_eq!(priorities, ["0", "0", "-5", "0"]);
 }
 
 /// Operations and whole steps have the CPU's bits, whatever is given out is given back, and each file of kernels is

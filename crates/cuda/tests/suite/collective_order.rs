@@ -141,7 +141,8 @@ fn each_wait_is_found(place: Where) {
     let carried = pair.emulator.waits();
     let _results = [a.wait().unwrap(), b.wait().unwrap()];
     let after = pair.emulator.waits();
-    assert_eq!([carried - before, after - carried], [4, 4], "each rank's stream waits for both, and both for each");
+    // Rank 0's stream waits for both ranks, rank 1's stream for it, and it for rank 1's; each rank for one event.
+    assert_eq!([carried - before, after - carried], [4, 2]);
     let found = |nth: u64| {
         (0..40).any(|seed| {
             let pair = Pair::new(place, Order::Seeded(seed)).unwrap();
@@ -152,6 +153,33 @@ fn each_wait_is_found(place: Where) {
     assert!(!found(u64::MAX), "{place:?}: without a fault");
     let missed: Vec<u64> = (before..after).filter(|&nth| !found(nth)).collect();
     assert_eq!(missed, [0_u64; 0], "{place:?}: of the waits {before}..{after}");
+}
+
+/// One stream joins the ranks and one event tells them of it: the waits grow with the ranks, not with their pairs.
+#[test]
+fn waits_of_a_collective_grow_with_its_ranks() {
+    for (n, devices) in [(2, 1), (4, 1), (8, 1), (8, 8)] {
+        let Some(machine) = machine(Order::Seeded(3), devices, |_, _| true) else { return };
+        let devices: Vec<_> = (0..n).map(|rank| device(machine[rank % machine.len()].clone())).collect();
+        let groups: Vec<_> = thread::world(n, Options::default()).into_iter().map(Group::from).collect();
+        let sum = || -> Vec<Buffer> {
+            let ranks = || groups.iter().zip(&devices);
+            let x = ranks().map(|(_, device)| device.upload(&Buffer::from_vec(vec![1.0_f32; 1 << 13])).unwrap());
+            let x: Vec<_> = x.collect();
+            let before = machine[0].calls();
+            let pending = ranks().zip(x).map(|((group, _), x)| group.start_all_reduce(x, ReduceOp::Sum).unwrap());
+            let pending: Vec<Pending> = pending.collect();
+            let sums = pending.into_iter().map(|pending| pending.wait().unwrap()).collect();
+            let after = machine[0].calls();
+            let [waits, records] = ["wait", "record"].map(|call| after[call] - before[call]);
+            println!("{n} ranks on {} devices: {waits} waits, {records} events", machine.len());
+            assert_eq!([waits, records], [4 * n as u64 - 2, 2 * n as u64 + 1]);
+            sums
+        };
+        for (sum, device) in sum().iter().zip(&devices) {
+            assert_eq!(device.download(sum).unwrap().as_slice::<f32>().unwrap(), [n as f32; 1 << 13]);
+        }
+    }
 }
 
 /// Rank 1 starts an operation, does not wait for it, and computes in the memory that it gave: rank 0's sum does not

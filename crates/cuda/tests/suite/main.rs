@@ -1,5 +1,6 @@
 //! The seam and the device over the emulator. Without g++ the tests say so and pass; `.ci/run` asks for it first.
 
+mod blocks;
 mod collective_order;
 mod collectives;
 mod compression;

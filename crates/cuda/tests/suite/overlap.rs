@@ -7,7 +7,7 @@ use crate::train::{batch, small};
 use meshwork_core::{Buffer, DType, Mesh, Rank, World};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{
-    Address, Argument, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
 };
 use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_engine::offload::{Folder, Offload};
@@ -92,9 +92,9 @@ impl Driver for Logging {
         self.inner.properties()
     }
 
-    fn stream(&self) -> Result<Stream> {
+    fn stream_with(&self, priority: Priority) -> Result<Stream> {
         let mut log = self.log();
-        let stream = self.inner.stream()?;
+        let stream = self.inner.stream_with(priority)?;
         assert_eq!(stream.0, log.streams.len());
         log.streams.push((vec![0; stream.0 + 1], current().id()));
         Ok(stream)
@@ -104,11 +104,11 @@ impl Driver for Logging {
         self.inner.alloc(bytes)
     }
 
-    fn free(&self, at: Address) -> Result<()> {
+    fn free_all(&self, all: &[Address]) -> Result<()> {
         let mut log = self.log();
-        let all: Vec<Clock> = log.streams.iter().map(|(clock, _)| clock.clone()).collect();
-        all.iter().for_each(|clock| log.host_waits(clock));
-        self.inner.free(at)
+        let clocks: Vec<Clock> = log.streams.iter().map(|(clock, _)| clock.clone()).collect();
+        clocks.iter().for_each(|clock| log.host_waits(clock));
+        self.inner.free_all(all)
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Address> {

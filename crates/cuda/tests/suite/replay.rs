@@ -40,7 +40,9 @@ fn steps_have_the_bits_that_they_have_without_graphs() {
             let steps: Vec<Launches> = counts.windows(2).map(|pair| pair[1] - pair[0]).collect();
             eprintln!("dropout {dropout}: {steps:?}");
             let (first, last) = (steps[0], steps[5]);
-            assert_eq!((first.launches, first.graphs), (first.asked, 0), "the first step is queued call by call");
+            // A micro-batch may get the addresses of the one before, and be captured; all else is queued call by call.
+            assert_eq!((first.graphs, first.launches), (first.captured, first.graphs + first.new + first.short));
+            assert!(4 * first.new > 3 * first.asked, "the first step is queued call by call: {first:?}");
             assert_eq!(last.launches, last.graphs + last.new + last.short + last.refused);
             assert_eq!((last.captured, last.new, last.refused), (0, 0, 0), "{dropout}: {last:?}");
             // The update is two launches: too few for a graph.
