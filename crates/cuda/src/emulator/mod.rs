@@ -14,16 +14,18 @@
 //! has read itself, ends the process.
 
 mod memory;
+mod nccl;
 mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Nccl, NcclComm, Properties, Reach, Remote, Result, Stream,
+    UniqueId, Work,
 };
 use memory::HOST;
 use meshwork_kernels::Launch;
 use std::any::Any;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use work::{Queued, State};
 
 pub use meshwork_kernels::host::{Host, HostError};
@@ -40,6 +42,8 @@ pub struct Emulator {
 #[derive(Debug)]
 struct Machine {
     state: Mutex<State>,
+    /// Notified when work is queued or has run, for hosts that wait in a collective for other ranks.
+    queued: Condvar,
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
     /// Captured work, by number.
@@ -119,6 +123,29 @@ impl Emulator {
         self.lock().launches.clone().unwrap_or_default()
     }
 
+    /// The state, once `done` says so: the host waits for work of this device, and it for other ranks.
+    fn wait_until(&self, done: impl Fn(&mut State) -> Result<bool>) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        loop {
+            let before = state.ran;
+            let is_done = done(&mut state);
+            if state.ran > before {
+                self.machine.queued.notify_all(); // maybe what another host waits for
+            }
+            if is_done? {
+                return Ok(state);
+            }
+            state = self.machine.queued.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Queues work, and tells hosts that wait.
+    fn push(&self, stream: Stream, work: Queued) -> Result<()> {
+        let pushed = self.lock().push(self.ordinal(), stream, work);
+        self.machine.queued.notify_all();
+        pushed
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.machine.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,7 +154,7 @@ impl Emulator {
 impl Machine {
     fn new(kernels: Arc<Host>, order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Arc<Self> {
         let state = Mutex::new(State::new(kernels, order, devices));
-        Arc::new(Self { state, peers, graphs: Mutex::default() })
+        Arc::new(Self { state, queued: Condvar::new(), peers, graphs: Mutex::default() })
     }
 }
 
@@ -149,10 +176,8 @@ impl Driver for Emulator {
     }
 
     fn free(&self, at: Address) -> Result<()> {
-        let mut state = self.lock();
-        state.host_waits += 1;
-        state.finish_device(self.ordinal())?;
-        state.memory.free(self.ordinal(), at)
+        self.lock().host_waits += 1;
+        self.wait_until(|state| state.finish_device(self.ordinal()))?.memory.free(self.ordinal(), at)
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Address> {
@@ -160,14 +185,15 @@ impl Driver for Emulator {
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
-        let mut state = self.lock();
-        state.host_waits += 1;
-        state.finish_device(self.ordinal())?;
-        state.memory.free(HOST, at)
+        self.lock().host_waits += 1;
+        self.wait_until(|state| state.finish_device(self.ordinal()))?.memory.free(HOST, at)
     }
 
     fn queue(&self, stream: Stream, work: Work) -> Result<()> {
         work.check()?;
+        if let Work::Exchange { on, exchange } = &work {
+            self.lock().comms.check(exchange.name(), *on, self.ordinal())?;
+        }
         if let Work::Launch { kernel, launch, .. } = &work {
             let (most, &Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
             let threads: u64 = block.into_iter().map(u64::from).product();
@@ -179,15 +205,19 @@ impl Driver for Emulator {
                 return Err(DriverError::Kernel { kernel: kernel.0.name, why });
             }
         }
-        self.lock().push(self.ordinal(), stream, Queued::Work(work))
+        self.push(stream, Queued::Work(work))
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        self.lock().record(self.ordinal(), stream)
+        let recorded = self.lock().record(self.ordinal(), stream);
+        self.machine.queued.notify_all();
+        recorded
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.lock().wait(self.ordinal(), stream, event)
+        let waits = self.lock().wait(self.ordinal(), stream, event);
+        self.machine.queued.notify_all();
+        waits
     }
 
     fn reach(&self, other: &dyn Driver) -> Result<Reach> {
@@ -207,26 +237,28 @@ impl Driver for Emulator {
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
         let of = |end: Remote<'_>| Ok((self.neighbour("copy_between", end.driver)?.ordinal(), end.at));
         let (from, to) = (of(from)?, of(to)?);
-        self.lock().push(self.ordinal(), stream, Queued::Between { from, to, bytes })
+        self.push(stream, Queued::Between { from, to, bytes })
     }
 
     fn finish(&self, event: Event) -> Result<()> {
-        let mut state = self.lock();
-        state.host_waits += 1;
-        state.finish(event)
+        self.lock().host_waits += 1;
+        self.wait_until(|state| state.finish(event)).map(drop)
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() })
+        self.push(stream, Queued::Write { to, bytes: bytes.to_vec() })
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        let mut state = self.lock();
-        state.host_waits += 1;
-        let event = state.record(self.ordinal(), stream)?;
-        state.finish(event)?;
+        self.lock().host_waits += 1;
+        let event = self.record(stream)?;
+        let state = self.wait_until(|state| state.finish(event))?;
         into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);
         Ok(())
+    }
+
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        Ok(self)
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
@@ -253,5 +285,33 @@ impl Driver for Emulator {
             work.clone()
         };
         work.into_iter().try_for_each(|work| self.queue(stream, work))
+    }
+}
+
+impl Nccl for Emulator {
+    fn unique_id(&self) -> Result<UniqueId> {
+        Ok(self.lock().comms.unique_id())
+    }
+
+    fn join(&self, id: &UniqueId, rank: usize, size: usize) -> Result<NcclComm> {
+        self.lock().comms.join(id, rank, size, self.ordinal())
+    }
+
+    fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>> {
+        self.lock().comms.split(of, color, key)
+    }
+
+    fn asynchronous_error(&self, of: NcclComm) -> Result<()> {
+        self.lock().comms.check("ncclCommGetAsyncError", of, self.ordinal())
+    }
+
+    fn leave(&self, of: NcclComm) -> Result<()> {
+        self.wait_until(|state| state.finish_comm(of))?.comms.leave(of)
+    }
+
+    fn abort(&self, of: NcclComm) -> Result<()> {
+        let aborted = self.lock().comms.abort(of);
+        self.machine.queued.notify_all();
+        aborted
     }
 }
