@@ -14,7 +14,8 @@
 //! reports the error of an earlier one, as with all queued work.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Nccl, Priority, Properties, Reach, Remote, Result, Stream,
+    Work,
 };
 use meshwork_tensor::Launches;
 use std::any::Any;
@@ -298,6 +299,10 @@ impl Driver for Replaying {
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
         let _held = self.flushed(stream)?;
         self.inner.replay(stream, graph, changed)
+    }
+
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        self.inner.nccl()
     }
 
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {

@@ -12,6 +12,7 @@
 use super::memory::{DeviceMemory, Origin, Pool};
 use super::prelude::*;
 use crate::driver::{Argument, Driver, DriverError, Event, Reach, Remote};
+use meshwork_core::ReduceOp;
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, WorkPiece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
@@ -26,7 +27,7 @@ impl Carrier for Pool {
 
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String> {
         let reduces = work.pieces.iter().any(|piece| piece.sources.len() > 1);
-        let kernel = if reduces { Some(reduction(work)?) } else { None };
+        let kernel = if reduces { Some(reduction(work.dtype, work.reduce)?) } else { None };
         let pools: Vec<_> = work.members.iter().map(|member| pool(&member.ready)).collect::<Result<_, _>>()?;
         let by = |(index, piece): (usize, &WorkPiece)| piece.targets.start + index % piece.targets.len();
         let workers: BTreeSet<usize> = work.pieces.iter().enumerate().map(by).collect();
@@ -56,8 +57,8 @@ fn pool(of: &Moment) -> Result<Arc<Pool>, String> {
 }
 
 /// The kernel that reduces elements of several ranks.
-fn reduction(work: &DeviceWork) -> Result<&'static Kernel, String> {
-    let (dtype, reduce) = (work.dtype, work.reduce.name());
+pub(super) fn reduction(dtype: DType, reduce: ReduceOp) -> Result<&'static Kernel, String> {
+    let reduce = reduce.name();
     kernel(&format!("reduce_{reduce}_{dtype}"))
         .ok_or_else(|| format!("no kernel reduces {dtype} by {reduce}: f32, f64, bf16, f16, i32, i64 and u8 are valid"))
 }
@@ -173,7 +174,13 @@ impl Queues<'_> {
 }
 
 /// Queues a reduction of the elements at `places`.
-fn reduce(pool: &Pool, kernel: &'static Kernel, places: Vec<u64>, out: Address, count: usize) -> Result<(), String> {
+pub(super) fn reduce(
+    pool: &Pool,
+    kernel: &'static Kernel,
+    places: Vec<u64>,
+    out: Address,
+    count: usize,
+) -> Result<(), String> {
     let ranks = places.len();
     let table = {
         let mut tables = pool.tables.lock().unwrap_or_else(PoisonError::into_inner);

@@ -5,9 +5,11 @@
 //! [`record`](Driver::record) and [`wait`](Driver::wait) permit.
 
 mod error;
+mod nccl;
 mod work;
 
 pub use error::{DriverError, Result};
+pub use nccl::{Exchange, Message, Nccl, NcclComm, UniqueId};
 pub use work::{Address, Argument, BIAS_ALIGNED, Known, Operand, Product, Work, check_arguments};
 
 use meshwork_kernels::{Kernel, Launch};
@@ -135,6 +137,14 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues captured work once more. `changed` has new arguments of some of its kernels, by their places in the
     /// captured work; they hold until they are changed again.
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()>;
+
+    /// The communicators of NCCL.
+    ///
+    /// # Errors
+    /// A device without them, with the reason.
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        Err(DriverError::Call { call: "nccl", why: format!("{} has no communicators", self.name()) })
+    }
 
     /// Statistics of how the work of some streams was queued, if repeated work is queued as [graphs](crate::replay).
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {

@@ -1,6 +1,7 @@
 //! The work of a stream, as data: kernels with their arguments, matrix products, and copies within a device.
 
 use super::error::{DriverError, Result};
+use super::nccl::{Exchange, NcclComm};
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -171,6 +172,13 @@ pub enum Work {
         /// Number of bytes.
         bytes: usize,
     },
+    /// This rank's part in a collective of NCCL.
+    Exchange {
+        /// The communicator.
+        on: NcclComm,
+        /// The part.
+        exchange: Exchange,
+    },
     /// Bytes that nobody needs any more. A GPU does nothing; the emulator fills them with NaN.
     Discard {
         /// The first byte.
@@ -213,6 +221,7 @@ impl Work {
             Self::Save { .. } => "save",
             Self::Load { .. } => "load",
             Self::Zero { .. } => "zero",
+            Self::Exchange { exchange, .. } => exchange.name(),
             Self::Discard { .. } => "discard",
         }
     }

@@ -14,17 +14,19 @@
 //! has read itself, ends the process.
 
 mod memory;
+mod nccl;
 mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Priority, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Nccl, NcclComm, Priority, Properties, Reach, Remote, Result,
+    Stream, UniqueId, Work,
 };
 use memory::HOST;
 use meshwork_kernels::Launch;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use work::{Queued, State};
 
 pub use meshwork_kernels::host::{Host, HostError};
@@ -41,6 +43,8 @@ pub struct Emulator {
 #[derive(Debug)]
 struct Machine {
     state: Mutex<State>,
+    /// Notified when work is queued or has run, for hosts that wait in a collective for other ranks.
+    queued: Condvar,
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
     /// Captured work, by number.
@@ -140,6 +144,35 @@ impl Emulator {
         state
     }
 
+    /// The state for a call that waits, once `done` says so: the host waits for work of this device, and it for other
+    /// ranks.
+    fn wait_until(
+        &self,
+        name: &'static str,
+        done: impl Fn(&mut State) -> Result<bool>,
+    ) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.call(name);
+        state.host_waits += 1;
+        loop {
+            let before = state.ran;
+            let is_done = done(&mut state);
+            if state.ran > before {
+                self.machine.queued.notify_all(); // maybe what another host waits for
+            }
+            if is_done? {
+                return Ok(state);
+            }
+            state = self.machine.queued.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Queues something by a call, and tells hosts that wait.
+    fn tell<T>(&self, name: &'static str, queue: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+        let queued = queue(&mut self.call(name));
+        self.machine.queued.notify_all();
+        queued
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.machine.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -148,7 +181,7 @@ impl Emulator {
 impl Machine {
     fn new(kernels: Arc<Host>, order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Arc<Self> {
         let state = Mutex::new(State::new(kernels, order, devices));
-        Arc::new(Self { state, peers, graphs: Mutex::default() })
+        Arc::new(Self { state, queued: Condvar::new(), peers, graphs: Mutex::default() })
     }
 }
 
@@ -170,9 +203,7 @@ impl Driver for Emulator {
     }
 
     fn free_all(&self, all: &[Address]) -> Result<()> {
-        let mut state = self.call("free_all");
-        state.host_waits += 1;
-        state.finish_device(self.ordinal())?;
+        let mut state = self.wait_until("free_all", |state| state.finish_device(self.ordinal()))?;
         all.iter().try_for_each(|&at| state.memory.free(self.ordinal(), at))
     }
 
@@ -181,14 +212,14 @@ impl Driver for Emulator {
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
-        let mut state = self.call("free_host");
-        state.host_waits += 1;
-        state.finish_device(self.ordinal())?;
-        state.memory.free(HOST, at)
+        self.wait_until("free_host", |state| state.finish_device(self.ordinal()))?.memory.free(HOST, at)
     }
 
     fn queue(&self, stream: Stream, work: Work) -> Result<()> {
         work.check()?;
+        if let Work::Exchange { on, exchange } = &work {
+            self.lock().comms.check(exchange.name(), *on, self.ordinal())?;
+        }
         if let Work::Launch { kernel, launch, .. } = &work {
             let (most, &Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
             let threads: u64 = block.into_iter().map(u64::from).product();
@@ -200,15 +231,15 @@ impl Driver for Emulator {
                 return Err(DriverError::Kernel { kernel: kernel.0.name, why });
             }
         }
-        self.call("queue").push(self.ordinal(), stream, Queued::Work(work))
+        self.tell("queue", |state| state.push(self.ordinal(), stream, Queued::Work(work)))
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        self.call("record").record(self.ordinal(), stream)
+        self.tell("record", |state| state.record(self.ordinal(), stream))
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.call("wait").wait(self.ordinal(), stream, event)
+        self.tell("wait", |state| state.wait(self.ordinal(), stream, event))
     }
 
     fn reach(&self, other: &dyn Driver) -> Result<Reach> {
@@ -228,26 +259,26 @@ impl Driver for Emulator {
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
         let of = |end: Remote<'_>| Ok((self.neighbour("copy_between", end.driver)?.ordinal(), end.at));
         let (from, to) = (of(from)?, of(to)?);
-        self.call("copy_between").push(self.ordinal(), stream, Queued::Between { from, to, bytes })
+        self.tell("copy_between", |state| state.push(self.ordinal(), stream, Queued::Between { from, to, bytes }))
     }
 
     fn finish(&self, event: Event) -> Result<()> {
-        let mut state = self.call("finish");
-        state.host_waits += 1;
-        state.finish(event)
+        self.wait_until("finish", |state| state.finish(event)).map(drop)
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.call("write").push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() })
+        self.tell("write", |state| state.push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() }))
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        let mut state = self.call("read");
-        state.host_waits += 1;
-        let event = state.record(self.ordinal(), stream)?;
-        state.finish(event)?;
+        let event = self.lock().record(self.ordinal(), stream)?;
+        let state = self.wait_until("read", |state| state.finish(event))?;
         into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);
         Ok(())
+    }
+
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        Ok(self)
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
@@ -274,5 +305,33 @@ impl Driver for Emulator {
             work.clone()
         };
         work.into_iter().try_for_each(|work| self.queue(stream, work))
+    }
+}
+
+impl Nccl for Emulator {
+    fn unique_id(&self) -> Result<UniqueId> {
+        Ok(self.lock().comms.unique_id())
+    }
+
+    fn join(&self, id: &UniqueId, rank: usize, size: usize) -> Result<NcclComm> {
+        self.lock().comms.join(id, rank, size, self.ordinal())
+    }
+
+    fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>> {
+        self.lock().comms.split(of, color, key)
+    }
+
+    fn asynchronous_error(&self, of: NcclComm) -> Result<()> {
+        self.lock().comms.check("ncclCommGetAsyncError", of, self.ordinal())
+    }
+
+    fn leave(&self, of: NcclComm) -> Result<()> {
+        self.wait_until("ncclCommFinalize", |state| state.finish_comm(of))?.comms.leave(of)
+    }
+
+    fn abort(&self, of: NcclComm) -> Result<()> {
+        let aborted = self.lock().comms.abort(of);
+        self.machine.queued.notify_all();
+        aborted
     }
 }

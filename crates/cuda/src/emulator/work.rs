@@ -1,8 +1,11 @@
 //! Queues of work, and how each piece of work runs.
 
 use super::memory::{HOST, Memory};
+use super::nccl::{Comms, run};
 use super::order::{Draws, Order};
-use crate::driver::{Address, Argument, DriverError, Event, Operand, Product, Result, Stream, Work};
+use crate::driver::{
+    Address, Argument, DriverError, Event, Exchange, NcclComm, Operand, Product, Result, Stream, Work,
+};
 use half::bf16;
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
@@ -42,6 +45,7 @@ struct Queue {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) memory: Memory,
+    pub(super) comms: Comms,
     kernels: Arc<Host>,
     /// Compiled files of variants, by name.
     variants: HashMap<&'static str, Host>,
@@ -49,6 +53,8 @@ pub(super) struct State {
     /// Recorded events that have not been reached yet.
     ahead: HashSet<Event>,
     recorded: u64,
+    /// Pieces of work that ran.
+    pub(super) ran: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
     /// How often each call of the seam was made.
@@ -67,11 +73,13 @@ impl State {
     pub(super) fn new(kernels: Arc<Host>, order: Order, devices: usize) -> Self {
         Self {
             memory: Memory::new(devices),
+            comms: Comms::default(),
             kernels,
             variants: HashMap::new(),
             queues: Vec::new(),
             ahead: HashSet::new(),
             recorded: 0,
+            ran: 0,
             draws: Draws::new(order),
             fault: None,
             calls: BTreeMap::new(),
@@ -124,17 +132,32 @@ impl State {
         if self.skipped == Some(nth) { self.healthy() } else { self.push(device, stream, Queued::Wait(event)) }
     }
 
-    /// Runs work until an event is reached.
-    pub(super) fn finish(&mut self, event: Event) -> Result<()> {
+    /// Runs work until an event is reached. False if that needs work which other ranks have not queued yet.
+    pub(super) fn finish(&mut self, event: Event) -> Result<bool> {
         self.known(event)?;
-        while self.ahead.contains(&event) && self.advance()? {}
-        self.healthy()
+        self.run_while(|state| state.ahead.contains(&event))
     }
 
-    /// Runs all work of a device.
-    pub(super) fn finish_device(&mut self, device: usize) -> Result<()> {
-        while self.queues.iter().any(|queue| queue.device == device && !queue.work.is_empty()) && self.advance()? {}
-        self.healthy()
+    /// Runs all work of a device. False as in [`finish`](Self::finish).
+    pub(super) fn finish_device(&mut self, device: usize) -> Result<bool> {
+        self.run_while(|state| state.queues.iter().any(|queue| queue.device == device && !queue.work.is_empty()))
+    }
+
+    /// Runs the queued collectives of a rank's end of a communicator. False as in [`finish`](Self::finish).
+    pub(super) fn finish_comm(&mut self, comm: NcclComm) -> Result<bool> {
+        let of_it = |queued: &Queued| matches!(queued, Queued::Work(Work::Exchange { on, .. }) if *on == comm);
+        self.run_while(|state| state.queues.iter().any(|queue| queue.work.iter().any(of_it)))
+    }
+
+    fn run_while(&mut self, needed: impl Fn(&Self) -> bool) -> Result<bool> {
+        self.healthy()?;
+        while needed(self) {
+            if !self.advance()? {
+                self.check_waits()?;
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Runs all work.
@@ -152,17 +175,24 @@ impl State {
     }
 
     /// Runs the next piece of work of one stream. False if there is none: an event is recorded before any wait for it,
-    /// so some stream can always continue.
+    /// so some stream can continue unless a collective waits for other ranks.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
         let can = |queue: &Queue| match queue.work.front() {
             None => false,
             Some(Queued::Wait(event)) => !self.ahead.contains(event),
+            Some(Queued::Work(Work::Exchange { on, .. })) => self.comms.is_aborted(*on) || self.parts(*on).is_some(),
             Some(_) => true,
         };
         let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
         let Some(&first) = ready.first() else { return Ok(false) };
+        self.ran += 1;
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
+        if let Some(Queued::Work(Work::Exchange { on, .. })) = self.queues[chosen].work.front() {
+            let on = *on;
+            self.exchange(chosen, on).inspect_err(|fault| self.fault = Some(fault.clone()))?;
+            return Ok(true);
+        }
         let Queue { device, work } = &mut self.queues[chosen];
         if let (device, Some(work)) = (*device, work.pop_front()) {
             if let (Some(launches), Queued::Work(work)) = (&mut self.launches, &work)
@@ -173,6 +203,78 @@ impl State {
             self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
         Ok(true)
+    }
+
+    /// The queues whose next work is a collective of the communicator of `on`, by rank; `None` if a member's is not.
+    fn parts(&self, on: NcclComm) -> Option<Vec<usize>> {
+        let next = |end: NcclComm| {
+            let is_it = |queue: &Queue| matches!(queue.work.front(), Some(Queued::Work(Work::Exchange { on, .. })) if *on == end);
+            self.queues.iter().position(is_it)
+        };
+        self.comms.members(on)?.into_iter().map(next).collect()
+    }
+
+    /// Runs the collective that is next in the queue `chosen`, for all members; nothing if it was aborted.
+    fn exchange(&mut self, chosen: usize, on: NcclComm) -> Result<()> {
+        if self.comms.is_aborted(on) {
+            self.queues[chosen].work.pop_front();
+            return Ok(());
+        }
+        let queues = self.parts(on).unwrap_or_default();
+        let part = |queue: usize| match self.queues[queue].work.pop_front() {
+            Some(Queued::Work(Work::Exchange { on, exchange })) => (self.comms.device(on), exchange),
+            _ => (0, Exchange::Messages(Vec::new())),
+        };
+        let parts: Vec<(usize, Exchange)> = queues.into_iter().map(part).collect();
+        run(&mut self.memory, &parts)
+    }
+
+    /// Checks that work which cannot go on waits for work that may still be queued, and not in a circle of queues.
+    fn check_waits(&mut self) -> Result<()> {
+        let holds = |at: usize, what: &dyn Fn(&Queued) -> bool| self.queues[at].work.iter().any(what);
+        // The queues that the next work of a queue waits for; `None` if it waits for work that is not queued.
+        let waits_for = |at: usize| -> Option<Vec<usize>> {
+            let queued_in = |what: &dyn Fn(&Queued) -> bool| (0..self.queues.len()).find(|&at| holds(at, what));
+            match self.queues[at].work.front()? {
+                Queued::Wait(event) => {
+                    Some(vec![queued_in(&|work| matches!(work, Queued::Record(other) if other == event))?])
+                }
+                Queued::Work(Work::Exchange { on, .. }) => {
+                    let of = |end: NcclComm| {
+                        queued_in(&|work| matches!(work, Queued::Work(Work::Exchange { on, .. }) if *on == end))
+                    };
+                    let mut all = self.comms.members(*on)?.into_iter().map(of).collect::<Option<Vec<_>>>()?;
+                    all.retain(|&other| other != at);
+                    Some(all)
+                }
+                _ => None,
+            }
+        };
+        let waits: Vec<Option<Vec<usize>>> = (0..self.queues.len()).map(waits_for).collect();
+        let mut hopeful: Vec<bool> = waits.iter().map(Option::is_none).collect();
+        while let Some(more) = (0..waits.len()).find(|&at| {
+            !hopeful[at] && waits[at].as_ref().is_some_and(|others| others.iter().any(|&other| hopeful[other]))
+        }) {
+            hopeful[more] = true;
+        }
+        let name = |at: usize| match self.queues[at].work.front() {
+            Some(Queued::Work(work)) => {
+                let Queue { device, .. } = self.queues[at];
+                Some(format!("stream {at} of device {device} in {}", work.name()))
+            }
+            _ => None,
+        };
+        let stuck: Vec<String> = (0..waits.len()).filter(|&at| !hopeful[at]).filter_map(name).collect();
+        if stuck.is_empty() {
+            return Ok(());
+        }
+        let why = format!(
+            "streams wait for each other, because ranks queued collectives in different orders: {}",
+            stuck.join(", ")
+        );
+        let fault = DriverError::Call { call: "ncclCommGetAsyncError", why };
+        self.fault = Some(fault.clone());
+        Err(fault)
     }
 
     fn run(&mut self, by: usize, work: Queued) -> Result<()> {
@@ -204,6 +306,7 @@ impl State {
                 Ok(())
             }
             Work::Discard { at, bytes } => self.memory.poison(by, at, bytes),
+            Work::Exchange { .. } => Ok(()), // runs for all members at once, see `exchange`
         }
     }
 

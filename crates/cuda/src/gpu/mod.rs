@@ -431,6 +431,9 @@ impl Driver for Gpu {
                 self.settle(queue, format_args!("a copy of {bytes} bytes"))
             }
             Work::Zero { at, bytes } => self.fill(queue, at, bytes),
+            Work::Exchange { exchange, .. } => {
+                Err(DriverError::Call { call: exchange.name(), why: "this GPU has joined no communicator".to_owned() })
+            }
         }
     }
 

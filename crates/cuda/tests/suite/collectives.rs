@@ -12,7 +12,7 @@ use meshwork_tensor::Device;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const DTYPES: [DType; 7] = [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32, DType::I64, DType::U8];
+pub const DTYPES: [DType; 7] = [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32, DType::I64, DType::U8];
 
 /// A device over a driver, with the CPU's products.
 pub fn device(driver: Arc<dyn Driver>) -> Arc<CudaDevice> {
@@ -20,7 +20,7 @@ pub fn device(driver: Arc<dyn Driver>) -> Arc<CudaDevice> {
 }
 
 /// Numbers of many sizes and both signs, the same for the same `seed`; integers also near the ends.
-fn values(dtype: DType, count: usize, seed: usize) -> Buffer {
+pub fn values(dtype: DType, count: usize, seed: usize) -> Buffer {
     let word = |i: usize| {
         ((i + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left((seed * 7 % 64) as u32) ^ seed as u64
     };
@@ -39,7 +39,7 @@ fn values(dtype: DType, count: usize, seed: usize) -> Buffer {
 
 /// One collective of every kind and both forms of an all-reduce, on buffers that `to` makes of host memory; in order,
 /// what each gives.
-fn all_kinds(
+pub fn all_kinds(
     world: &Group,
     dtype: DType,
     count: usize,

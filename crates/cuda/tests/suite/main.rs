@@ -7,6 +7,7 @@ mod compression;
 mod emulator;
 mod experts;
 mod halves;
+mod nccl;
 mod offload;
 mod ops;
 mod overlap;

@@ -1,0 +1,486 @@
+//! Collectives between devices of different processes: [`Communicator`] over NCCL.
+//!
+//! ```text
+//! a call ─┬─ on host memory ───────────────────────────────────────▶ the control group
+//!         └─ on the device ─┬─ the same call without elements ─────▶ the control group: ranks meet and are compared
+//!                           └─ the elements ───────────────────────▶ NCCL, in the stream of collectives
+//! ```
+//! NCCL carries elements, and a communicator of the same ranks for host memory, the control group, carries everything
+//! else: numbers on the host, the unique id, the life of ranks. It also lets the members of each operation meet. So
+//! ranks in different operations, ranks that are gone, slow or dead get the faults of the control group, and a fault
+//! aborts NCCL's communicators, whose work would never end.
+//!
+//! Every group has a communicator, split off the world's. A pair of ranks has one more for each direction, with a stream
+//! of its own, because NCCL runs the work of a communicator in order: two ranks that both send before they receive
+//! would wait for each other. Everything else is in the device's stream of collectives, so that members must start the
+//! collectives of all groups in one order, as ranks of one program do.
+//!
+//! [`Reduction::Tree`] reduces without NCCL: each rank receives its part of all others, reduces these in the balanced
+//! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads, for
+//! the same number of bytes on each link as a ring.
+
+use super::collectives::{reduce, reduction};
+use super::memory::{DeviceMemory, Origin, Pool};
+use super::prelude::*;
+use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId, Work as Queued};
+use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
+use meshwork_core::{Communicator, Group, ReduceOp};
+use std::any::Any;
+use std::result::Result as Outcome;
+use std::sync::{Arc, MutexGuard, OnceLock};
+
+/// How elements on devices of several processes are reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Reduction {
+    /// By NCCL, in an order that it does not state. It rounds 16-bit sums at each rank, and its maxima and minima may
+    /// ignore NaN.
+    #[default]
+    Library,
+    /// In the balanced tree, with the bits of ranks in threads.
+    Tree,
+}
+
+/// Ranks of the largest group whose members send each other messages from device memory: each pair has two
+/// communicators, made when the group is.
+const MOST_LINKED: usize = 16;
+
+impl CudaDevice {
+    /// A communicator of the ranks of `control`, whose collectives on the memory of this device go through NCCL.
+    /// Collective over `control`, which carries everything else.
+    ///
+    /// # Errors
+    /// A device without NCCL, two ranks on one device, or an error of `control`.
+    pub fn nccl(
+        &self,
+        control: Arc<dyn Communicator>,
+        reduction: Reduction,
+    ) -> Outcome<Arc<dyn Communicator>, CommError> {
+        let ends = Mutex::default();
+        let shared = Arc::new(Shared { pool: self.pool.clone(), reduction, ends });
+        let new = || shared.nccl()?.unique_id();
+        // Rank 0 sends the reason if it has no id, so that no rank waits for one.
+        let told = if control.rank() > 0 { Ok(UniqueId([0; UniqueId::BYTES])) } else { new() };
+        let message = match &told {
+            Ok(id) => id.0.to_vec(),
+            Err(fault) => fault.to_string().into_bytes(),
+        };
+        let message = Group::from(control.clone()).broadcast_bytes(message, 0)?;
+        let failed = |message| backend(&*control, OpKind::Broadcast, message);
+        let id = <[u8; UniqueId::BYTES]>::try_from(&message[..]);
+        let id = id.map_err(|_| failed(String::from_utf8_lossy(&message).into_owned()))?;
+        let joined = shared.nccl().and_then(|nccl| nccl.join(&UniqueId(id), control.rank(), control.size()));
+        let comm = joined.map_err(|fault| failed(fault.to_string()))?;
+        Ok(Arc::new(NcclGroup::new(control, shared, comm)?))
+    }
+}
+
+/// The communicators of one rank.
+#[derive(Debug)]
+struct Shared {
+    pool: Arc<Pool>,
+    reduction: Reduction,
+    ends: Mutex<Ends>,
+}
+
+#[derive(Debug, Default)]
+struct Ends {
+    comms: Vec<NcclComm>,
+    /// The meetings of operations whose handles were dropped, and whether this rank sends in it.
+    detached: Vec<(Pending, bool)>,
+}
+
+impl Shared {
+    fn nccl(&self) -> Outcome<&dyn Nccl, DriverError> {
+        self.pool.driver.nccl()
+    }
+
+    fn ends(&self) -> MutexGuard<'_, Ends> {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keep(&self, comm: NcclComm) -> NcclComm {
+        self.ends().comms.push(comm);
+        comm
+    }
+
+    /// Ends all communicators at once: operations in flight would wait for ranks that do not come.
+    fn abort(&self) {
+        let mut ends = self.ends();
+        if let Ok(nccl) = self.nccl() {
+            ends.comms.drain(..).for_each(|comm| _ = nccl.abort(comm));
+        }
+    }
+}
+
+impl Drop for Shared {
+    /// Messages on their way are waited for. A collective whose handle was dropped, and that not all ranks have come to,
+    /// is aborted: the rank may have failed, and nobody may come.
+    fn drop(&mut self) {
+        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let detached = std::mem::take(&mut ends.detached);
+        let over = |(met, sends): (Pending, bool)| (sends || met.is_done()) && met.wait().is_ok();
+        if std::thread::panicking() || !detached.into_iter().all(over) {
+            return self.abort();
+        }
+        let comms = std::mem::take(&mut ends.comms);
+        if let Ok(nccl) = self.pool.driver.nccl() {
+            // Parts before the communicator that they were split off.
+            comms.into_iter().rev().for_each(|comm| _ = nccl.leave(comm));
+        }
+    }
+}
+
+/// The communicator of messages to one rank, or from it, and its stream once it is used.
+#[derive(Debug)]
+struct Link {
+    comm: NcclComm,
+    stream: OnceLock<Stream>,
+}
+
+/// One rank's end of a group.
+#[derive(Debug)]
+struct NcclGroup {
+    control: Arc<dyn Communicator>,
+    shared: Arc<Shared>,
+    comm: NcclComm,
+    /// To and from each other rank; none in a group that is too large for it.
+    links: Vec<Option<[Link; 2]>>,
+}
+
+fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
+    let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
+    CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
+}
+
+/// The round in which two of n ranks meet, if each round has each rank at most once and all meet in n rounds.
+fn round(n: usize, one: usize, other: usize) -> usize {
+    let rounds = n - 1 + n % 2;
+    match (one.min(other), one.max(other)) {
+        (low, high) if high == rounds => 2 * low % rounds,
+        (low, high) => (low + high) % rounds,
+    }
+}
+
+impl NcclGroup {
+    fn new(control: Arc<dyn Communicator>, shared: Arc<Shared>, comm: NcclComm) -> Outcome<Self, CommError> {
+        shared.keep(comm);
+        let (rank, n) = (control.rank(), control.size());
+        let failed = |fault: DriverError| backend(&*control, OpKind::Send, fault.to_string());
+        let mut links: Vec<Option<[Link; 2]>> = (0..n).map(|_| None).collect();
+        if (2..=MOST_LINKED).contains(&n) {
+            let nccl = shared.nccl().map_err(failed)?;
+            for number in 0..n - 1 + n % 2 {
+                let peer = (0..n).find(|&peer| peer != rank && round(n, rank, peer) == number);
+                let color = peer.map(|peer| rank.min(peer));
+                let split = || nccl.split(comm, color, rank);
+                // Both ranks make the one to the higher rank first.
+                let [up, down] = [split().map_err(failed)?, split().map_err(failed)?];
+                if let (Some(peer), Some(up), Some(down)) = (peer, up, down) {
+                    let [to, from] = if rank < peer { [up, down] } else { [down, up] };
+                    let link = |comm| Link { comm: shared.keep(comm), stream: OnceLock::new() };
+                    links[peer] = Some([link(to), link(from)]);
+                }
+            }
+        }
+        Ok(Self { control, shared, comm, links })
+    }
+
+    /// The address of a buffer of this device; null if there is none.
+    fn place(&self, buffer: Option<&Buffer>) -> Outcome<Address, String> {
+        let Some(buffer) = buffer else { return Ok(Address::NULL) };
+        let memory: &dyn Any = &**buffer.memory();
+        let own = memory.downcast_ref::<DeviceMemory>().filter(|memory| memory.is_of(&self.shared.pool));
+        let at = own.map(|memory| memory.at().offset(buffer.offset() * buffer.dtype().size()));
+        let name = self.shared.pool.driver.name();
+        at.ok_or_else(|| format!("{buffer:?} is not in the memory of this rank's {name} device, as the others must be"))
+    }
+
+    /// The communicator and the stream of an operation, and the other rank's place in the communicator of messages.
+    fn way(&self, op: &Op) -> Outcome<(NcclComm, Stream, usize), String> {
+        let (peer, direction) = match *op {
+            Op::Send { to, .. } => (to, 0),
+            Op::Recv { from, .. } => (from, 1),
+            _ => return Ok((self.comm, self.shared.pool.collectives, 0)),
+        };
+        let lacks = || {
+            let n = self.control.size();
+            format!("messages of device memory need a group of at most {MOST_LINKED} ranks, and this one has {n}")
+        };
+        let Link { comm, stream } = &self.links[peer].as_ref().ok_or_else(lacks)?[direction];
+        let stream = match stream.get() {
+            Some(stream) => *stream,
+            None => {
+                let new = self.shared.pool.driver.stream().map_err(text)?;
+                *stream.get_or_init(|| new)
+            }
+        };
+        Ok((*comm, stream, usize::from(peer > self.control.rank())))
+    }
+
+    /// Queues the elements of a call. The event after them, in their stream.
+    fn queue(&self, call: &Call) -> Outcome<Event, String> {
+        let Pool { driver, compute, .. } = &*self.shared.pool;
+        self.shared.pool.sound().map_err(text)?;
+        let (comm, stream, peer) = self.way(&call.op)?;
+        let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
+        let from = if call.input.is_some() { input } else { to };
+        driver.record(*compute).and_then(|ready| driver.wait(stream, ready)).map_err(text)?;
+        let queue = Queue { group: self, comm, stream };
+        let buffer = call.input.as_ref().or(call.output.as_ref());
+        let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
+        match (&call.op, self.shared.reduction) {
+            (&Op::AllReduce(reduce), Reduction::Library) => {
+                let count = bytes / dtype.size();
+                queue.exchange(Exchange::AllReduce { from, to, count, dtype, reduce })
+            }
+            (&Op::ReduceScatter(reduce), Reduction::Library) => {
+                let count = bytes / dtype.size() / self.control.size();
+                queue.exchange(Exchange::ReduceScatter { from, to, count, dtype, reduce })
+            }
+            (&Op::AllReduce(reduce), Reduction::Tree) => {
+                let own = queue.reduce_parts(from, bytes, dtype, reduce, |part| to.offset(part.start))?;
+                queue.share(to, bytes, dtype.size(), own)
+            }
+            (&Op::ReduceScatter(reduce), Reduction::Tree) => {
+                queue.reduce_parts(from, bytes, dtype, reduce, |_| to).map(drop)
+            }
+            (Op::AllGather, _) => queue.exchange(Exchange::AllGather { from, to, bytes }),
+            (&Op::Broadcast { root }, _) => queue.exchange(Exchange::Broadcast { at: to, bytes, root }),
+            (Op::AllToAll { send_counts, recv_counts }, _) => {
+                let [sent, received] = [send_counts, recv_counts].map(|counts| places(counts, dtype.size()));
+                queue.all_to_all(from, &sent, to, &received)
+            }
+            (Op::Send { .. }, _) => {
+                queue.exchange(Exchange::Messages(vec![Message { peer, sends: true, at: from, bytes }]))
+            }
+            (Op::Recv { .. }, _) => {
+                queue.exchange(Exchange::Messages(vec![Message { peer, sends: false, at: to, bytes }]))
+            }
+            (Op::Barrier, _) => Ok(()),
+        }?;
+        driver.record(stream).map_err(text)
+    }
+
+    /// The call without elements, by which the ranks meet on the host.
+    fn meeting(&self, call: &Call) -> Call {
+        let none = |buffer: &Option<Buffer>| buffer.as_ref().map(|buffer| Buffer::zeros(buffer.dtype(), 0));
+        let zeros = || vec![0; self.control.size()];
+        // Sender and receiver compare the length with the rest.
+        let signed = |signature: u64| {
+            let length = call.input.as_ref().or(call.output.as_ref()).map_or(0, Buffer::bytes);
+            signature ^ (length as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        };
+        let op = match call.op.clone() {
+            Op::AllToAll { .. } => Op::AllToAll { send_counts: zeros(), recv_counts: zeros() },
+            Op::Send { to, signature } => Op::Send { to, signature: signed(signature) },
+            Op::Recv { from, signature } => Op::Recv { from, signature: signed(signature) },
+            op => op,
+        };
+        Call { op, input: none(&call.input), output: none(&call.output), caller: call.caller.clone() }
+    }
+}
+
+fn text(fault: impl ToString) -> String {
+    fault.to_string()
+}
+
+/// Where the parts of a buffer lie, in bytes.
+fn places(counts: &[usize], size: usize) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let place = |count: &usize| {
+        let start = end;
+        end += count * size;
+        start..end
+    };
+    counts.iter().map(place).collect()
+}
+
+/// A stream of a device, and the communicator whose work it gets.
+struct Queue<'a> {
+    group: &'a NcclGroup,
+    comm: NcclComm,
+    stream: Stream,
+}
+
+impl Queue<'_> {
+    fn exchange(&self, exchange: Exchange) -> Outcome<(), String> {
+        let driver = &self.group.shared.pool.driver;
+        driver.queue(self.stream, Queued::Exchange { on: self.comm, exchange }).map_err(text)
+    }
+
+    fn copy(&self, from: Address, to: Address, bytes: usize) -> Outcome<(), String> {
+        if from == to || bytes == 0 {
+            return Ok(());
+        }
+        self.group.shared.pool.driver.copy(self.stream, from, to, bytes).map_err(text)
+    }
+
+    /// Sends each rank its part of `from`, and receives the parts of all into `to`; the own one is copied.
+    fn all_to_all(
+        &self,
+        from: Address,
+        sent: &[Range<usize>],
+        to: Address,
+        received: &[Range<usize>],
+    ) -> Outcome<(), String> {
+        let rank = self.group.control.rank();
+        self.copy(from.offset(sent[rank].start), to.offset(received[rank].start), sent[rank].len())?;
+        let messages = |sends, base: Address, parts: &[Range<usize>]| {
+            let of = |(peer, part): (usize, &Range<usize>)| {
+                let (at, bytes) = (base.offset(part.start), part.len());
+                (peer != rank && bytes > 0).then_some(Message { peer, sends, at, bytes })
+            };
+            parts.iter().enumerate().filter_map(of).collect::<Vec<_>>()
+        };
+        self.exchange(Exchange::Messages([messages(true, from, sent), messages(false, to, received)].concat()))
+    }
+
+    /// The parts of `bytes` bytes, one for each rank.
+    fn parts(&self, bytes: usize, size: usize) -> Vec<Range<usize>> {
+        let (n, count) = (self.group.control.size(), bytes / size);
+        (0..n).map(|rank| count * rank / n * size..count * (rank + 1) / n * size).collect()
+    }
+
+    /// Reduces this rank's part of the elements at `from` of all ranks, in the balanced tree, to the place that `to`
+    /// says. Returns the part.
+    fn reduce_parts(
+        &self,
+        from: Address,
+        bytes: usize,
+        dtype: DType,
+        by: ReduceOp,
+        to: impl Fn(&Range<usize>) -> Address,
+    ) -> Outcome<Range<usize>, String> {
+        let (rank, n, pool) = (self.group.control.rank(), self.group.control.size(), &self.group.shared.pool);
+        let sent = self.parts(bytes, dtype.size());
+        let own = sent[rank].clone();
+        // One place for each other rank; the memory is released before it is used, which is safe in the same stream.
+        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(text)?;
+        let received: Vec<_> = (0..n).map(|rank| rank * own.len()..(rank + 1) * own.len()).collect();
+        self.all_to_all(from, &sent, others.at(), &received)?;
+        if !own.is_empty() {
+            let places = received.iter().map(|part| others.at().offset(part.start).0).collect();
+            reduce(pool, reduction(dtype, by)?, places, to(&own), own.len() / dtype.size())?;
+        }
+        Ok(own)
+    }
+
+    /// Sends this rank's part of the bytes at `at` to all ranks, and receives theirs.
+    fn share(&self, at: Address, bytes: usize, size: usize, own: Range<usize>) -> Outcome<(), String> {
+        let parts = self.parts(bytes, size);
+        self.all_to_all(at, &vec![own; parts.len()], at, &parts)
+    }
+}
+
+impl Communicator for NcclGroup {
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.control.size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.control.world_ranks()
+    }
+
+    fn name(&self) -> &str {
+        self.control.name()
+    }
+
+    fn start(&self, call: Call) -> Outcome<Pending, CommError> {
+        if [&call.input, &call.output].into_iter().flatten().all(Buffer::is_host) {
+            return self.control.start(call);
+        }
+        let done = self.queue(&call).map_err(|message| {
+            self.shared.abort();
+            backend(&*self.control, call.op.kind(), message)
+        })?;
+        // After the elements are queued: once the ranks have met, NCCL waits for no host.
+        let met = if self.size() > 1 { Some(self.control.start(self.meeting(&call))?) } else { None };
+        let sends = call.op.kind() == OpKind::Send;
+        let Call { input, output, .. } = call;
+        let (result, read) = if sends { (input, None) } else { (output, input) };
+        let wait = Some(Waits { met, done, sends, result, _read: read });
+        Ok(Pending::new(Flight { shared: self.shared.clone(), wait }))
+    }
+
+    fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
+        let part = self.control.split(name, members)?;
+        let nccl = self.shared.nccl();
+        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
+        match new {
+            Ok(Some(comm)) => Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?)),
+            Ok(None) => Err(backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned())),
+            Err(fault) => Err(backend(&*part, OpKind::Barrier, fault.to_string())),
+        }
+    }
+
+    fn membership(&self) -> &dyn Membership {
+        self.control.membership()
+    }
+
+    /// NCCL promises none. The tree has the order of ranks in threads, if the control group has.
+    fn reduction_order(&self) -> ReductionOrder {
+        match self.shared.reduction {
+            Reduction::Library => ReductionOrder::Unspecified,
+            Reduction::Tree => self.control.reduction_order(),
+        }
+    }
+}
+
+/// An operation in flight.
+struct Flight {
+    shared: Arc<Shared>,
+    wait: Option<Waits>,
+}
+
+/// What an operation waits for, and what it owns until then.
+struct Waits {
+    /// The meeting of the ranks.
+    met: Option<Pending>,
+    /// The event after its work.
+    done: Event,
+    sends: bool,
+    result: Option<Buffer>,
+    _read: Option<Buffer>,
+}
+
+impl Flight {
+    /// Later work of the device waits for the operation, so that its memory may be used again.
+    fn resume(&self, done: Event) {
+        let Pool { driver, compute, .. } = &*self.shared.pool;
+        if let Err(fault) = driver.wait(*compute, done) {
+            self.shared.pool.keep(fault);
+        }
+    }
+}
+
+impl PendingOp for Flight {
+    fn wait(mut self: Box<Self>) -> Outcome<Buffer, CommError> {
+        let Some(Waits { met, done, result, _read, .. }) = self.wait.take() else { return Ok(Buffer::empty()) };
+        let met = met.map_or(Ok(()), |met| met.wait().map(drop));
+        if met.is_err() {
+            self.shared.abort();
+        }
+        self.resume(done);
+        met.map(|()| result.unwrap_or_else(Buffer::empty))
+    }
+
+    fn is_done(&self) -> bool {
+        self.wait.as_ref().and_then(|wait| wait.met.as_ref()).is_none_or(Pending::is_done)
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        if let Some(Waits { met, done, sends, result, _read }) = self.wait.take() {
+            self.resume(done);
+            let detached = &mut self.shared.ends().detached;
+            detached.retain(|(met, _)| !met.is_done());
+            detached.extend(met.map(|met| (met, sends)));
+            drop((result, _read));
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Collectives over emulated NCCL: the suite of every backend on memory of devices, the bits of ranks in threads with
+//! the tree, and faults.
+
+use crate::collectives::{DTYPES, all_kinds, device, values};
+use crate::machine;
+use meshwork_core::comm::thread::Options;
+use meshwork_core::comm::{Call, Decorator, FaultKind, OpKind, Pending, PendingOp};
+use meshwork_core::{Buffer, CommError, Communicator, DType, Group, ReduceOp, ReductionOrder, RunError, World};
+use meshwork_cuda::device::{Products, Reduction};
+use meshwork_cuda::{CudaDevice, Driver, Emulator, Order, Replaying};
+use meshwork_tensor::Device;
+use meshwork_testkit::comm::{Body, Worlds, conformance_of};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Each rank has a device of one machine; no device reads the memory of another.
+fn devices(order: Order, ranks: usize) -> Option<Vec<Arc<Emulator>>> {
+    machine(order, ranks, |_, _| false)
+}
+
+/// The device of a rank, and the world over NCCL.
+fn joined(world: &Group, devices: &[Arc<Emulator>], how: Reduction) -> Result<(Arc<CudaDevice>, Group), CommError> {
+    let device = device(devices[world.rank()].clone());
+    let group = Group::from(device.nccl(world.communicator().clone(), how)?);
+    Ok((device, group))
+}
+
+#[test]
+fn the_tree_has_the_bits_of_threads() {
+    for (n, seed) in [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)] {
+        let Some(devices) = devices(Order::Seeded(seed), n) else { return };
+        let ran = World::Threads(n).run(|world| {
+            let (device, group) = joined(&world, &devices, Reduction::Tree)?;
+            assert_eq!(group.reduction_order(), ReductionOrder::BalancedTree);
+            for (dtype, count) in DTYPES.into_iter().flat_map(|dtype| [0, 1, 65].map(|count| (dtype, count))) {
+                let want = all_kinds(&world, dtype, count, &|host| host)?;
+                let got = all_kinds(&group, dtype, count, &|host| device.upload(&host).unwrap())?;
+                for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                    let got = device.download(got).unwrap();
+                    let same = got.as_bytes()? == want.as_bytes()?;
+                    assert!(same, "result {at} of rank {} of {n}: {dtype}, {count} elements", world.rank());
+                }
+            }
+            Ok::<_, CommError>(())
+        });
+        ran.unwrap_or_else(|error| panic!("{n} ranks: {error}"));
+        assert_eq!(devices[0].queued(), 0, "everything ran");
+    }
+}
+
+/// A group whose operations on host memory are done on a device.
+#[derive(Debug)]
+struct OnDevice {
+    inner: Arc<dyn Communicator>,
+    device: Arc<CudaDevice>,
+}
+
+/// An operation whose result comes back to the host; a sent buffer does not.
+struct Fetched {
+    inner: Pending,
+    device: Arc<CudaDevice>,
+    sent: Option<Buffer>,
+}
+
+impl Decorator for OnDevice {
+    fn inner(&self) -> &Arc<dyn Communicator> {
+        &self.inner
+    }
+
+    fn pass(&self, call: Call) -> Result<Pending, CommError> {
+        if call.input.is_none() && call.output.is_none() {
+            return self.inner.start(call);
+        }
+        let sent = if call.op.kind() == OpKind::Send { call.input.clone() } else { None };
+        let upload = |buffer: Option<Buffer>| buffer.map(|buffer| self.device.upload(&buffer).unwrap());
+        let inner = self.inner.start(Call { input: upload(call.input), output: upload(call.output), ..call })?;
+        Ok(Pending::new(Fetched { inner, device: self.device.clone(), sent }))
+    }
+
+    fn around(&self, part: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        Arc::new(OnDevice { inner: part, device: self.device.clone() })
+    }
+}
+
+impl PendingOp for Fetched {
+    fn wait(self: Box<Self>) -> Result<Buffer, CommError> {
+        let done = self.inner.wait()?;
+        Ok(self.sent.unwrap_or_else(|| self.device.download(&done).unwrap()))
+    }
+
+    fn is_done(&self) -> bool {
+        self.inner.is_done()
+    }
+}
+
+/// Worlds of threads that meet over NCCL, with repeated work as graphs or without.
+struct OverNccl {
+    how: Reduction,
+    graphs: bool,
+}
+
+impl Worlds for OverNccl {
+    fn most(&self) -> usize {
+        4
+    }
+
+    fn programs(&self) -> u64 {
+        20
+    }
+
+    fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
+        let devices = devices(Order::Seeded(ranks as u64), ranks)?;
+        let ran = World::Threads(ranks).run_with(Options { timeout }, |world| {
+            let driver: Arc<dyn Driver> = devices[world.rank()].clone();
+            let driver = if self.graphs { Arc::new(Replaying::new(driver)) } else { driver };
+            let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu).unwrap());
+            let inner = device.nccl(world.communicator().clone(), self.how)?;
+            body(Group::from(Arc::new(OnDevice { inner, device }) as Arc<dyn Communicator>))
+        });
+        Some(ran.map(drop))
+    }
+
+    fn world(&self, _: usize, _: Duration) -> Option<World> {
+        None
+    }
+}
+
+#[test]
+fn nccl_passes_the_suite_of_communicators() {
+    conformance_of("results", &OverNccl { how: Reduction::Library, graphs: false });
+    conformance_of("flight", &OverNccl { how: Reduction::Library, graphs: false });
+    conformance_of("flight", &OverNccl { how: Reduction::Tree, graphs: true });
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Wrong {
+    Operation,
+    DType,
+    Length,
+    Left,
+    Panicked,
+    Stalled,
+}
+
+#[test]
+fn faults_are_told_by_the_control_group_and_nothing_hangs() {
+    use Wrong as W;
+    for wrong in [W::Operation, W::DType, W::Length, W::Left, W::Panicked, W::Stalled] {
+        let Some(devices) = devices(Order::Seeded(1), 3) else { return };
+        let start = Instant::now();
+        let timeout = Duration::from_millis(if let W::Stalled = wrong { 200 } else { 600_000 });
+        let failed = World::Threads(3).run_with(Options { timeout }, |world| {
+            let (device, group) = joined(&world, &devices, Reduction::Library)?;
+            let buffer = |dtype, count| device.upload(&values(dtype, count, world.rank())).unwrap();
+            let (right, other) = (buffer(DType::F32, 12), buffer(DType::Bf16, 12));
+            match wrong {
+                W::Length if world.rank() == 0 => group.send(right, 1, 0).map(drop),
+                W::Length if world.rank() == 1 => group.recv(buffer(DType::F32, 13), 0, 0).map(drop),
+                _ if world.rank() != 1 => group.all_reduce(right, ReduceOp::Sum).map(drop),
+                W::Operation => group.broadcast(right, 0).map(drop),
+                W::DType => group.all_reduce(other, ReduceOp::Sum).map(drop),
+                W::Left => Ok(()),
+                W::Panicked => panic!("on purpose"),
+                W::Length | W::Stalled => {
+                    std::thread::sleep(Duration::from_millis(600));
+                    Ok(())
+                }
+            }
+        });
+        let error = failed.unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(60), "{wrong:?}");
+        let kind = &error.fault.as_ref().unwrap().kind;
+        let named = match (wrong, kind) {
+            (W::Operation | W::DType | W::Length, FaultKind::Disagreement { .. }) => true,
+            (W::Left, FaultKind::Gone { rank, .. }) => *rank == 1,
+            (W::Panicked, FaultKind::Panicked { rank, .. }) => *rank == 1,
+            (W::Stalled, FaultKind::Timeout { rank, .. }) => *rank == 1,
+            _ => false,
+        };
+        assert!(named, "{wrong:?}: {kind}");
+    }
+}
+
+/// NCCL leaves different counts undefined; the emulation names them.
+#[test]
+fn what_nccl_leaves_undefined_or_refuses_is_an_error() {
+    let Some(drivers) = devices(Order::Seeded(3), 2) else { return };
+    let run = |body: &(dyn Fn(&Group, &CudaDevice) -> Result<(), CommError> + Sync), same: bool| {
+        let drivers = if same { vec![drivers[0].clone(); 2] } else { devices(Order::Seeded(3), 2).unwrap() };
+        let ran = World::Threads(2).run(|world| {
+            let (device, group) = joined(&world, &drivers, Reduction::Library)?;
+            body(&group, &device)
+        });
+        ran.unwrap_err().to_string()
+    };
+    let counts = run(
+        &|group, device| {
+            let sum =
+                group.all_reduce(device.upload(&values(DType::F32, 5 + group.rank(), 0)).unwrap(), ReduceOp::Sum)?;
+            device.download(&sum).map(drop).map_err(|fault| CommError::Backend {
+                op: OpKind::AllReduce,
+                group: "world".to_owned(),
+                world_rank: group.rank(),
+                message: fault.to_string(),
+            })
+        },
+        false,
+    );
+    assert!(
+        counts.contains("ncclAllReduce(5 of f32, sum)") && counts.contains("ncclAllReduce(6 of f32, sum)"),
+        "{counts}"
+    );
+    let shared = run(&|_, _| Ok(()), true);
+    assert!(shared.contains("Duplicate GPU detected"), "{shared}");
+    let crossed = run(
+        &|group, device| {
+            let other = group.split("other", &[0, 1])?;
+            let start = |group: &Group| group.start_all_reduce(device.zeros(DType::F32, 8).unwrap(), ReduceOp::Sum);
+            let both =
+                if group.rank() == 0 { [start(group)?, start(&other)?] } else { [start(&other)?, start(group)?] };
+            for sum in both {
+                let sum = sum.wait()?;
+                device.download(&sum).map(drop).map_err(|fault| CommError::Backend {
+                    op: OpKind::AllReduce,
+                    group: "world".to_owned(),
+                    world_rank: group.rank(),
+                    message: fault.to_string(),
+                })?;
+            }
+            Ok(())
+        },
+        false,
+    );
+    assert!(crossed.contains("queued collectives in different orders"), "{crossed}");
+}
