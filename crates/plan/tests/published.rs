@@ -100,6 +100,23 @@ fn exposed_collectives_have_names() {
     assert!(!exposed(2, 8).contains_key("all_reduce (dp)"), "dp=1 has nothing to sum: {:?}", exposed(2, 8));
 }
 
+/// As many cards as no machine has threads for: four times the cards take the same time for four times the batch, but
+/// for sums of gradients.
+#[test]
+fn thousands_of_cards_are_predicted() {
+    let system = System::known("megatron-deepspeed-a100").unwrap();
+    let columns = "columns = ['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'tp', 'pp']";
+    let rows = "[4096, 1024, 1, 1024, 16, 16, 512, 8, 8], [16384, 4096, 1, 1024, 16, 16, 512, 8, 8]";
+    let table = Table::from_toml("x", &format!("[table.a]\n{columns}\nrows = [{rows}]"), "a").unwrap();
+    let rows = table.rows("a", &system, &mut Counter::default()).unwrap();
+    let [some, many] = [0, 1].map(|at| {
+        let row = rows[at].as_ref().unwrap();
+        row.job.predict(&system, &row.cluster).unwrap()
+    });
+    assert!(many.seconds >= some.seconds && many.seconds < 1.05 * some.seconds, "{} {}", many.seconds, some.seconds);
+    assert_eq!(many.memory, some.memory);
+}
+
 #[test]
 fn a_table_that_is_wrong_is_refused() {
     let read = |text: &str, name: &str| Table::from_toml("runs.toml", text, name).map(|_| ()).unwrap_err().to_string();
