@@ -141,6 +141,7 @@ impl Table {
         };
         let mut keys: BTreeMap<String, toml::Value> = system.keys.clone();
         let mut set = |key: &str, value: usize| _ = keys.insert(key.to_owned(), toml::Value::Integer(value as i64));
+        set("training.steps", 0); // nothing runs here, so any number of ranks will do
         set("model.vocab_size", vocabulary);
         set("model.num_layers", layers);
         set("model.hidden_size", hidden);

@@ -5,14 +5,17 @@ use meshwork_plan::table::{Table, configured};
 use meshwork_plan::{Cluster, Counter, Job, Prediction, System};
 use std::collections::BTreeMap;
 
-fn predict(keys: &[(&str, toml::Value)], system: &str, cluster: &Cluster) -> Prediction {
+fn job(keys: &[(&str, toml::Value)]) -> Job {
     let keys: BTreeMap<String, toml::Value> =
         keys.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
-    let job = Job::new(configured(&keys).unwrap(), &mut Counter::default()).unwrap();
+    Job::new(configured(&keys).unwrap(), &mut Counter::default()).unwrap()
+}
+
+fn predict(job: &Job, system: &str, cluster: &Cluster) -> Prediction {
     job.predict(&System::known(system).unwrap(), cluster).unwrap()
 }
 
-fn seven_billion(tp: i64, pp: i64) -> Vec<(&'static str, toml::Value)> {
+fn eight_billion(tp: i64, pp: i64) -> Vec<(&'static str, toml::Value)> {
     vec![
         ("model.preset", "llama3-8b".into()),
         ("parallelism.dp", (16 / (tp * pp)).into()),
@@ -62,10 +65,10 @@ fn errors_are_counted_by_hand() {
 #[test]
 fn more_of_anything_is_never_slower() {
     for (tp, pp) in [(1, 1), (2, 1), (2, 4), (8, 2)] {
-        let keys = seven_billion(tp, pp);
+        let job = job(&eight_billion(tp, pp));
         for system in System::names() {
             let plain = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
-            let before = predict(&keys, system, &plain);
+            let before = predict(&job, system, &plain);
             type Change = fn(&mut Cluster);
             let changes: [(&str, Change); 6] = [
                 ("bf16", |more| more.card.bf16 *= 2.0),
@@ -78,7 +81,7 @@ fn more_of_anything_is_never_slower() {
             for (what, change) in changes {
                 let mut more = plain.clone();
                 change(&mut more);
-                let after = predict(&keys, system, &more);
+                let after = predict(&job, system, &more);
                 assert!(after.seconds <= before.seconds, "{system}, {what}: {} {}", after.seconds, before.seconds);
                 assert!(after.fits || !before.fits, "{system}, {what}");
             }
@@ -90,11 +93,28 @@ fn more_of_anything_is_never_slower() {
 #[test]
 fn exposed_collectives_have_names() {
     let cluster = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
-    let exposed = |tp, pp| predict(&seven_billion(tp, pp), "megatron-deepspeed-a100", &cluster).exposed;
+    let exposed = |tp, pp| predict(&job(&eight_billion(tp, pp)), "megatron-deepspeed-a100", &cluster).exposed;
     assert!(exposed(2, 1).keys().any(|name| name.ends_with("(tp)")), "{:?}", exposed(2, 1));
     assert!(exposed(2, 1).contains_key("all_reduce (dp)"));
     assert!(exposed(1, 1).keys().all(|name| !name.ends_with("(tp)")));
     assert!(!exposed(2, 8).contains_key("all_reduce (dp)"), "dp=1 has nothing to sum: {:?}", exposed(2, 8));
+}
+
+/// As many cards as no machine has threads for: four times the cards take the same time for four times the batch, but
+/// for sums of gradients.
+#[test]
+fn thousands_of_cards_are_predicted() {
+    let system = System::known("megatron-deepspeed-a100").unwrap();
+    let columns = "columns = ['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'tp', 'pp']";
+    let rows = "[4096, 1024, 1, 1024, 16, 16, 512, 8, 8], [16384, 4096, 1, 1024, 16, 16, 512, 8, 8]";
+    let table = Table::from_toml("x", &format!("[table.a]\n{columns}\nrows = [{rows}]"), "a").unwrap();
+    let rows = table.rows("a", &system, &mut Counter::default()).unwrap();
+    let [some, many] = [0, 1].map(|at| {
+        let row = rows[at].as_ref().unwrap();
+        row.job.predict(&system, &row.cluster).unwrap()
+    });
+    assert!(many.seconds >= some.seconds && many.seconds < 1.05 * some.seconds, "{} {}", many.seconds, some.seconds);
+    assert_eq!(many.memory, some.memory);
 }
 
 #[test]
