@@ -1,14 +1,14 @@
 //! Predicts published runs: `cargo run --release --example plan -- --table FILE --name TABLE --system NAME --json`.
 //! docs/planner.md says more.
 
+mod errors;
 #[path = "../shared/output.rs"]
 mod output;
 
 use clap::Parser;
-use meshwork::plan::fit::{self, Errors};
 use meshwork::plan::table::{self, Table};
-use meshwork::plan::{Constants, Counter, PlanError, System};
-use output::{BAD_INPUT, fail, show, tell};
+use meshwork::plan::{Counter, PlanError, System};
+use output::{BAD_INPUT, fail, show};
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -48,8 +48,8 @@ fn main() -> ExitCode {
 impl Options {
     fn run(&self) -> Result<String, PlanError> {
         match (&self.table, &self.name) {
-            _ if self.errors => errors(),
-            _ if self.fit => self.fitted(),
+            _ if self.errors => errors::errors(),
+            _ if self.fit => errors::fitted(&self.system),
             (Some(path), Some(name)) => self.rows(path, name),
             _ => Ok(String::new()),
         }
@@ -89,53 +89,4 @@ impl Options {
         }
         Ok(shown)
     }
-
-    fn fitted(&self) -> Result<String, PlanError> {
-        let system = System::known(&self.system)?;
-        let published = fit::published(&system, &mut Counter::default())?;
-        let rows: Vec<_> = published.iter().flat_map(|table| fit::half(&table.rows, false)).collect();
-        tell(&format_args!("fitting {} constants to {} rows", system.fitted.len(), rows.len()));
-        let fitted = fit::fit(&system, &rows)?;
-        let mut shown = String::from("[constants]\n");
-        for name in Constants::NAMES {
-            shown += &format!("{name} = {:?}\n", fitted.constants.get(name).unwrap_or_default());
-        }
-        for table in &published {
-            shown += &halves(&fitted, table)?;
-        }
-        Ok(shown)
-    }
-}
-
-/// The table of errors of every system with published runs.
-fn errors() -> Result<String, PlanError> {
-    let mut shown = String::from(
-        "| system | table | rows | median | 9 of 10 | most | pairs in order | fit |\n|---|---|---|---|---|---|---|---|\n",
-    );
-    for name in System::names() {
-        let system = System::known(name)?;
-        for table in fit::published(&system, &mut Counter::default())? {
-            shown += &halves(&system, &table)?;
-        }
-    }
-    Ok(shown)
-}
-
-fn halves(system: &System, table: &fit::Published) -> Result<String, PlanError> {
-    let mut shown = String::new();
-    for (what, tests) in [("fitted", false), ("tested", true)] {
-        let Errors { rows, median, ninth_decile, most, pairs, ordered, fit } =
-            fit::errors(system, &fit::half(&table.rows, tests))?;
-        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
-        shown += &format!(
-            "| {} | {}, {what} | {rows} | {} | {} | {} | {} of {pairs} | {fit} of {rows} |\n",
-            system.name,
-            table.name,
-            percent(median),
-            percent(ninth_decile),
-            percent(most),
-            percent(ordered),
-        );
-    }
-    Ok(shown)
 }

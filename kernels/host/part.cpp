@@ -1,5 +1,5 @@
-// Kernels of some files, a part of the library for the host. `sources.inc` and `kernels.inc` are generated from the crate's
-// table.
+// Kernels of some files, a part of the library for the host. `sources.inc` and `kernels.inc` are generated from the
+// crate's table.
 #include "entry_host.h"
 
 #include "sources.inc"

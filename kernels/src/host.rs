@@ -138,7 +138,8 @@ impl Host {
     }
 
     fn load(path: PathBuf) -> Result<Self, HostError> {
-        // SAFETY: the library only runs initialisers of the C++ library, of a few containers, and of its list of kernels.
+        // SAFETY: the library only runs initialisers of the C++ library, of a few containers, and of its list of
+        // kernels.
         match unsafe { Library::new(&path) } {
             Ok(library) => Ok(Self { library, path }),
             Err(error) => Err(HostError::Load { path, error }),

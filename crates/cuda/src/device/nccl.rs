@@ -10,14 +10,14 @@
 //! ranks in different operations, ranks that are gone, slow or dead get the faults of the control group, and a fault
 //! aborts NCCL's communicators, whose work would never end.
 //!
-//! Every group has a communicator, split off the world's. A pair of ranks has one more for each direction, with a stream
-//! of its own, because NCCL runs the work of a communicator in order: two ranks that both send before they receive
-//! would wait for each other. Everything else is in the device's stream of collectives, so that members must start the
-//! collectives of all groups in one order, as ranks of one program do.
+//! Every group has a communicator, split off the world's. A pair of ranks has one more for each direction, with a
+//! stream of its own, because NCCL runs the work of a communicator in order: two ranks that both send before they
+//! receive would wait for each other. Everything else is in the device's stream of collectives, so that members must
+//! start the collectives of all groups in one order, as ranks of one program do.
 //!
 //! [`Reduction::Tree`] reduces without NCCL: each rank receives its part of all others, reduces these in the balanced
-//! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads, for
-//! the same number of bytes on each link as a ring.
+//! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
+//! for the same number of bytes on each link as a ring.
 
 use super::collectives::{reduce, reduction};
 use super::memory::{DeviceMemory, Origin, Pool};
@@ -113,8 +113,8 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Messages on their way are waited for. A collective whose handle was dropped, and that not all ranks have come to,
-    /// is aborted: the rank may have failed, and nobody may come.
+    /// Messages on their way are waited for. A collective whose handle was dropped, and that not all ranks have come
+    /// to, is aborted: the rank may have failed, and nobody may come.
     fn drop(&mut self) {
         let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
         let detached = std::mem::take(&mut ends.detached);

@@ -1,0 +1,55 @@
+//! How far predictions are off on published runs: `--errors` and `--fit`.
+
+use crate::output::tell;
+use meshwork::plan::fit::{self, Errors};
+use meshwork::plan::{Constants, Counter, PlanError, System};
+
+/// The constants of a system, fitted to the even rows of its published runs, and the errors with them.
+pub fn fitted(system: &str) -> Result<String, PlanError> {
+    let system = System::known(system)?;
+    let published = fit::published(&system, &mut Counter::default())?;
+    let rows: Vec<_> = published.iter().flat_map(|table| fit::half(&table.rows, false)).collect();
+    tell(&format_args!("fitting {} constants to {} rows", system.fitted.len(), rows.len()));
+    let fitted = fit::fit(&system, &rows)?;
+    let mut shown = String::from("[constants]\n");
+    for name in Constants::NAMES {
+        shown += &format!("{name} = {:?}\n", fitted.constants.get(name).unwrap_or_default());
+    }
+    for table in &published {
+        shown += &halves(&fitted, table)?;
+    }
+    Ok(shown)
+}
+
+/// The table of errors of every system with published runs.
+pub fn errors() -> Result<String, PlanError> {
+    let mut shown = String::from(
+        "| system | table | rows | median | 9 of 10 | most | pairs in order | fit |\n|---|---|---|---|---|---|---|---|\n",
+    );
+    for name in System::names() {
+        let system = System::known(name)?;
+        for table in fit::published(&system, &mut Counter::default())? {
+            shown += &halves(&system, &table)?;
+        }
+    }
+    Ok(shown)
+}
+
+fn halves(system: &System, table: &fit::Published) -> Result<String, PlanError> {
+    let mut shown = String::new();
+    for (what, tests) in [("fitted", false), ("tested", true)] {
+        let Errors { rows, median, ninth_decile, most, pairs, ordered, fit } =
+            fit::errors(system, &fit::half(&table.rows, tests))?;
+        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        shown += &format!(
+            "| {} | {}, {what} | {rows} | {} | {} | {} | {} of {pairs} | {fit} of {rows} |\n",
+            system.name,
+            table.name,
+            percent(median),
+            percent(ninth_decile),
+            percent(most),
+            percent(ordered),
+        );
+    }
+    Ok(shown)
+}
