@@ -28,6 +28,8 @@ use meshwork_core::{Communicator, Group, ReduceOp};
 use std::any::Any;
 use std::result::Result as Outcome;
 use std::sync::{Arc, MutexGuard, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How elements on devices of several processes are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -85,8 +87,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Ends {
     comms: Vec<NcclComm>,
-    /// The meetings of operations whose handles were dropped, and whether this rank sends in it.
-    detached: Vec<(Pending, bool)>,
+    /// The meetings of operations whose handles were dropped.
+    detached: Vec<Pending>,
 }
 
 impl Shared {
@@ -113,22 +115,35 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Messages on their way are waited for. A collective whose handle was dropped, and that not all ranks have come to,
-    /// is aborted: the rank may have failed, and nobody may come.
+    /// Where operations are in flight whose handles were dropped, a thread waits until the others have come to them, or
+    /// until they have stopped.
     fn drop(&mut self) {
-        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let detached = std::mem::take(&mut ends.detached);
-        let over = |(met, sends): (Pending, bool)| (sends || met.is_done()) && met.wait().is_ok();
-        if std::thread::panicking() || !detached.into_iter().all(over) {
+        if thread::panicking() {
             return self.abort();
         }
-        let comms = std::mem::take(&mut ends.comms);
-        if let Ok(nccl) = self.pool.driver.nccl() {
+        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (detached, comms) = (std::mem::take(&mut ends.detached), std::mem::take(&mut ends.comms));
+        let pool = self.pool.clone();
+        let end = move || {
+            let begun = Instant::now();
+            while detached.iter().any(|met| !met.is_done()) && begun.elapsed() < PATIENCE {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let met = |met: Pending| met.is_done() && met.wait().is_ok();
+            let all_met = detached.into_iter().fold(true, |all, one| met(one) && all);
+            let Ok(nccl) = pool.driver.nccl() else { return };
             // Parts before the communicator that they were split off.
-            comms.into_iter().rev().for_each(|comm| _ = nccl.leave(comm));
-        }
+            for comm in comms.into_iter().rev() {
+                _ = if all_met { nccl.leave(comm) } else { nccl.abort(comm) };
+            }
+        };
+        // Without a thread the communicators stay until the process ends.
+        _ = thread::Builder::new().name("nccl ends".to_owned()).spawn(end);
     }
 }
+
+/// How long a rank that ended keeps its communicators for operations that others have not come to.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The communicator of messages to one rank, or from it, and its stream once it is used.
 #[derive(Debug)]
@@ -398,11 +413,14 @@ impl Communicator for NcclGroup {
             backend(&*self.control, call.op.kind(), message)
         })?;
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
-        let met = if self.size() > 1 { Some(self.control.start(self.meeting(&call))?) } else { None };
+        let met = match self.size() {
+            1 => None,
+            _ => Some(self.control.start(self.meeting(&call)).inspect_err(|_| self.shared.abort())?),
+        };
         let sends = call.op.kind() == OpKind::Send;
         let Call { input, output, .. } = call;
         let (result, read) = if sends { (input, None) } else { (output, input) };
-        let wait = Some(Waits { met, done, sends, result, _read: read });
+        let wait = Some(Waits { met, done, result, _read: read });
         Ok(Pending::new(Flight { shared: self.shared.clone(), wait }))
     }
 
@@ -442,7 +460,6 @@ struct Waits {
     met: Option<Pending>,
     /// The event after its work.
     done: Event,
-    sends: bool,
     result: Option<Buffer>,
     _read: Option<Buffer>,
 }
@@ -459,7 +476,7 @@ impl Flight {
 
 impl PendingOp for Flight {
     fn wait(mut self: Box<Self>) -> Outcome<Buffer, CommError> {
-        let Some(Waits { met, done, result, _read, .. }) = self.wait.take() else { return Ok(Buffer::empty()) };
+        let Some(Waits { met, done, result, _read }) = self.wait.take() else { return Ok(Buffer::empty()) };
         let met = met.map_or(Ok(()), |met| met.wait().map(drop));
         if met.is_err() {
             self.shared.abort();
@@ -475,11 +492,11 @@ impl PendingOp for Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        if let Some(Waits { met, done, sends, result, _read }) = self.wait.take() {
+        if let Some(Waits { met, done, result, _read }) = self.wait.take() {
             self.resume(done);
             let detached = &mut self.shared.ends().detached;
-            detached.retain(|(met, _)| !met.is_done());
-            detached.extend(met.map(|met| (met, sends)));
+            detached.retain(|met| !met.is_done());
+            detached.extend(met);
             drop((result, _read));
         }
     }
