@@ -13,6 +13,7 @@ mod compression;
 mod documents;
 mod elementwise;
 mod embedding;
+mod exchange;
 mod grouped;
 mod indexing;
 mod launch;

@@ -10,21 +10,21 @@
 //! ranks in different operations, ranks that are gone, slow or dead get the faults of the control group, and a fault
 //! aborts NCCL's communicators, whose work would never end.
 //!
-//! Every group has a communicator, split off the world's. A pair of ranks has one more for each direction, with a stream
-//! of its own, because NCCL runs the work of a communicator in order: two ranks that both send before they receive
-//! would wait for each other. Everything else is in the device's stream of collectives, so that members must start the
-//! collectives of all groups in one order, as ranks of one program do.
+//! Every group has a communicator, split off the world's. A pair of ranks has one more for each direction, with a
+//! stream of its own, because NCCL runs the work of a communicator in order: two ranks that both send before they
+//! receive would wait for each other. Everything else is in the device's stream of collectives, so that members must
+//! start the collectives of all groups in one order, as ranks of one program do.
 //!
 //! [`Reduction::Tree`] reduces without NCCL: each rank receives its part of all others, reduces these in the balanced
-//! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads, for
-//! the same number of bytes on each link as a ring.
+//! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
+//! for the same number of bytes on each link as a ring.
 
-use super::collectives::{reduce, reduction};
-use super::memory::{DeviceMemory, Origin, Pool};
+use super::exchange::{Queue, places, round, text};
+use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
-use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId, Work as Queued};
+use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId};
 use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
-use meshwork_core::{Communicator, Group, ReduceOp};
+use meshwork_core::{Communicator, Group};
 use std::any::Any;
 use std::result::Result as Outcome;
 use std::sync::{Arc, MutexGuard, OnceLock};
@@ -130,7 +130,7 @@ impl Drop for Shared {
                 thread::sleep(Duration::from_millis(1));
             }
             let met = |met: Pending| met.is_done() && met.wait().is_ok();
-            let all_met = detached.into_iter().fold(true, |all, one| met(one) && all);
+            let all_met = detached.into_iter().all(met);
             let Ok(nccl) = pool.driver.nccl() else { return };
             // Parts before the communicator that they were split off.
             for comm in comms.into_iter().rev() {
@@ -165,15 +165,6 @@ struct NcclGroup {
 fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
     let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
     CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
-}
-
-/// The round in which two of n ranks meet, if each round has each rank at most once and all meet in n rounds.
-fn round(n: usize, one: usize, other: usize) -> usize {
-    let rounds = n - 1 + n % 2;
-    match (one.min(other), one.max(other)) {
-        (low, high) if high == rounds => 2 * low % rounds,
-        (low, high) => (low + high) % rounds,
-    }
 }
 
 impl NcclGroup {
@@ -240,7 +231,7 @@ impl NcclGroup {
         let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
         let from = if call.input.is_some() { input } else { to };
         driver.record(*compute).and_then(|ready| driver.wait(stream, ready)).map_err(text)?;
-        let queue = Queue { group: self, comm, stream };
+        let queue = Queue { pool: &self.shared.pool, rank: self.rank(), size: self.size(), comm, stream };
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
         match (&call.op, self.shared.reduction) {
@@ -295,98 +286,6 @@ impl NcclGroup {
     }
 }
 
-fn text(fault: impl ToString) -> String {
-    fault.to_string()
-}
-
-/// Where the parts of a buffer lie, in bytes.
-fn places(counts: &[usize], size: usize) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let place = |count: &usize| {
-        let start = end;
-        end += count * size;
-        start..end
-    };
-    counts.iter().map(place).collect()
-}
-
-/// A stream of a device, and the communicator whose work it gets.
-struct Queue<'a> {
-    group: &'a NcclGroup,
-    comm: NcclComm,
-    stream: Stream,
-}
-
-impl Queue<'_> {
-    fn exchange(&self, exchange: Exchange) -> Outcome<(), String> {
-        let driver = &self.group.shared.pool.driver;
-        driver.queue(self.stream, Queued::Exchange { on: self.comm, exchange }).map_err(text)
-    }
-
-    fn copy(&self, from: Address, to: Address, bytes: usize) -> Outcome<(), String> {
-        if from == to || bytes == 0 {
-            return Ok(());
-        }
-        self.group.shared.pool.driver.copy(self.stream, from, to, bytes).map_err(text)
-    }
-
-    /// Sends each rank its part of `from`, and receives the parts of all into `to`; the own one is copied.
-    fn all_to_all(
-        &self,
-        from: Address,
-        sent: &[Range<usize>],
-        to: Address,
-        received: &[Range<usize>],
-    ) -> Outcome<(), String> {
-        let rank = self.group.control.rank();
-        self.copy(from.offset(sent[rank].start), to.offset(received[rank].start), sent[rank].len())?;
-        let messages = |sends, base: Address, parts: &[Range<usize>]| {
-            let of = |(peer, part): (usize, &Range<usize>)| {
-                let (at, bytes) = (base.offset(part.start), part.len());
-                (peer != rank && bytes > 0).then_some(Message { peer, sends, at, bytes })
-            };
-            parts.iter().enumerate().filter_map(of).collect::<Vec<_>>()
-        };
-        self.exchange(Exchange::Messages([messages(true, from, sent), messages(false, to, received)].concat()))
-    }
-
-    /// The parts of `bytes` bytes, one for each rank.
-    fn parts(&self, bytes: usize, size: usize) -> Vec<Range<usize>> {
-        let (n, count) = (self.group.control.size(), bytes / size);
-        (0..n).map(|rank| count * rank / n * size..count * (rank + 1) / n * size).collect()
-    }
-
-    /// Reduces this rank's part of the elements at `from` of all ranks, in the balanced tree, to the place that `to`
-    /// says. Returns the part.
-    fn reduce_parts(
-        &self,
-        from: Address,
-        bytes: usize,
-        dtype: DType,
-        by: ReduceOp,
-        to: impl Fn(&Range<usize>) -> Address,
-    ) -> Outcome<Range<usize>, String> {
-        let (rank, n, pool) = (self.group.control.rank(), self.group.control.size(), &self.group.shared.pool);
-        let sent = self.parts(bytes, dtype.size());
-        let own = sent[rank].clone();
-        // One place for each other rank; the memory is released before it is used, which is safe in the same stream.
-        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(text)?;
-        let received: Vec<_> = (0..n).map(|rank| rank * own.len()..(rank + 1) * own.len()).collect();
-        self.all_to_all(from, &sent, others.at(), &received)?;
-        if !own.is_empty() {
-            let places = received.iter().map(|part| others.at().offset(part.start).0).collect();
-            reduce(pool, reduction(dtype, by)?, places, to(&own), own.len() / dtype.size())?;
-        }
-        Ok(own)
-    }
-
-    /// Sends this rank's part of the bytes at `at` to all ranks, and receives theirs.
-    fn share(&self, at: Address, bytes: usize, size: usize, own: Range<usize>) -> Outcome<(), String> {
-        let parts = self.parts(bytes, size);
-        self.all_to_all(at, &vec![own; parts.len()], at, &parts)
-    }
-}
-
 impl Communicator for NcclGroup {
     fn rank(&self) -> usize {
         self.control.rank()
@@ -427,12 +326,10 @@ impl Communicator for NcclGroup {
     fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
         let part = self.control.split(name, members)?;
         let nccl = self.shared.nccl();
-        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
-        match new {
-            Ok(Some(comm)) => Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?)),
-            Ok(None) => Err(backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned())),
-            Err(fault) => Err(backend(&*part, OpKind::Barrier, fault.to_string())),
-        }
+        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank())).map_err(text);
+        let comm = new.and_then(|comm| comm.ok_or("NCCL made no communicator of the part".to_owned()));
+        let comm = comm.map_err(|why| backend(&*part, OpKind::Barrier, why))?;
+        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?))
     }
 
     fn membership(&self) -> &dyn Membership {

@@ -4,13 +4,15 @@
 //! work and return; the work of a stream runs in order, work of two streams in any order that
 //! [`record`](Driver::record) and [`wait`](Driver::wait) permit.
 
+mod address;
 mod error;
 mod nccl;
 mod work;
 
+pub use address::Address;
 pub use error::{DriverError, Result};
 pub use nccl::{Exchange, Message, Nccl, NcclComm, UniqueId};
-pub use work::{Address, Argument, BIAS_ALIGNED, Known, Operand, Product, Work, check_arguments};
+pub use work::{Argument, BIAS_ALIGNED, Known, Operand, Product, Work, check_arguments};
 
 use meshwork_kernels::{Kernel, Launch};
 use meshwork_tensor::Launches;

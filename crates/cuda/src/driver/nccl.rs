@@ -1,6 +1,7 @@
 //! Collectives of devices in several processes, as NCCL has them: communicators, and work on them as data.
 
-use super::{Address, Result};
+use super::address::Address;
+use super::error::Result;
 use meshwork_core::{DType, ReduceOp};
 use std::fmt;
 
@@ -111,8 +112,8 @@ pub trait Nccl {
     /// own.
     fn join(&self, id: &UniqueId, rank: usize, size: usize) -> Result<NcclComm>;
 
-    /// Cuts a communicator into parts: ranks of one `color` are a new one, in the order of their `key`; a rank without a
-    /// color is in none. Collective over `of`.
+    /// Cuts a communicator into parts: ranks of one `color` are a new one, in the order of their `key`; a rank without
+    /// a color is in none. Collective over `of`.
     fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>>;
 
     /// The error of work on a communicator that failed, or of the other ranks' ends of it.

@@ -1,24 +1,11 @@
 //! The work of a stream, as data: kernels with their arguments, matrix products, and copies within a device.
 
+use super::address::Address;
 use super::error::{DriverError, Result};
 use super::nccl::{Exchange, NcclComm};
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use std::fmt;
 use std::hash::{Hash, Hasher};
-
-/// An address in the memory of a device, in bytes; 0 is null.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Address(pub u64);
-
-impl Address {
-    /// The null address, for optional arguments of kernels.
-    pub const NULL: Address = Address(0);
-
-    /// This address plus `bytes`.
-    pub fn offset(self, bytes: usize) -> Self {
-        Self(self.0 + bytes as u64)
-    }
-}
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
