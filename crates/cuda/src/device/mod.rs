@@ -14,6 +14,7 @@ mod compression;
 mod documents;
 mod elementwise;
 mod embedding;
+mod exchange;
 mod grouped;
 mod indexing;
 mod launch;

@@ -19,15 +19,17 @@
 //! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
 //! for the same number of bytes on each link as a ring.
 
-use super::collectives::{reduce, reduction};
-use super::memory::{DeviceMemory, Origin, Pool};
+use super::exchange::{Queue, places, round, text};
+use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
-use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId, Work as Queued};
+use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId};
 use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
-use meshwork_core::{Communicator, Group, ReduceOp};
+use meshwork_core::{Communicator, Group};
 use std::any::Any;
 use std::result::Result as Outcome;
 use std::sync::{Arc, MutexGuard, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How elements on devices of several processes are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -85,8 +87,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Ends {
     comms: Vec<NcclComm>,
-    /// The meetings of operations whose handles were dropped, and whether this rank sends in it.
-    detached: Vec<(Pending, bool)>,
+    /// The meetings of operations whose handles were dropped.
+    detached: Vec<Pending>,
 }
 
 impl Shared {
@@ -113,22 +115,35 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Messages on their way are waited for. A collective whose handle was dropped, and that not all ranks have come
-    /// to, is aborted: the rank may have failed, and nobody may come.
+    /// Where operations are in flight whose handles were dropped, a thread waits until the others have come to them, or
+    /// until they have stopped.
     fn drop(&mut self) {
-        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let detached = std::mem::take(&mut ends.detached);
-        let over = |(met, sends): (Pending, bool)| (sends || met.is_done()) && met.wait().is_ok();
-        if std::thread::panicking() || !detached.into_iter().all(over) {
+        if thread::panicking() {
             return self.abort();
         }
-        let comms = std::mem::take(&mut ends.comms);
-        if let Ok(nccl) = self.pool.driver.nccl() {
+        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (detached, comms) = (std::mem::take(&mut ends.detached), std::mem::take(&mut ends.comms));
+        let pool = self.pool.clone();
+        let end = move || {
+            let begun = Instant::now();
+            while detached.iter().any(|met| !met.is_done()) && begun.elapsed() < PATIENCE {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let met = |met: Pending| met.is_done() && met.wait().is_ok();
+            let all_met = detached.into_iter().all(met);
+            let Ok(nccl) = pool.driver.nccl() else { return };
             // Parts before the communicator that they were split off.
-            comms.into_iter().rev().for_each(|comm| _ = nccl.leave(comm));
-        }
+            for comm in comms.into_iter().rev() {
+                _ = if all_met { nccl.leave(comm) } else { nccl.abort(comm) };
+            }
+        };
+        // Without a thread the communicators stay until the process ends.
+        _ = thread::Builder::new().name("nccl ends".to_owned()).spawn(end);
     }
 }
+
+/// How long a rank that ended keeps its communicators for operations that others have not come to.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The communicator of messages to one rank, or from it, and its stream once it is used.
 #[derive(Debug)]
@@ -150,15 +165,6 @@ struct NcclGroup {
 fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
     let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
     CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
-}
-
-/// The round in which two of n ranks meet, if each round has each rank at most once and all meet in n rounds.
-fn round(n: usize, one: usize, other: usize) -> usize {
-    let rounds = n - 1 + n % 2;
-    match (one.min(other), one.max(other)) {
-        (low, high) if high == rounds => 2 * low % rounds,
-        (low, high) => (low + high) % rounds,
-    }
 }
 
 impl NcclGroup {
@@ -225,7 +231,7 @@ impl NcclGroup {
         let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
         let from = if call.input.is_some() { input } else { to };
         driver.record(*compute).and_then(|ready| driver.wait(stream, ready)).map_err(text)?;
-        let queue = Queue { group: self, comm, stream };
+        let queue = Queue { pool: &self.shared.pool, rank: self.rank(), size: self.size(), comm, stream };
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
         match (&call.op, self.shared.reduction) {
@@ -280,98 +286,6 @@ impl NcclGroup {
     }
 }
 
-fn text(fault: impl ToString) -> String {
-    fault.to_string()
-}
-
-/// Where the parts of a buffer lie, in bytes.
-fn places(counts: &[usize], size: usize) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let place = |count: &usize| {
-        let start = end;
-        end += count * size;
-        start..end
-    };
-    counts.iter().map(place).collect()
-}
-
-/// A stream of a device, and the communicator whose work it gets.
-struct Queue<'a> {
-    group: &'a NcclGroup,
-    comm: NcclComm,
-    stream: Stream,
-}
-
-impl Queue<'_> {
-    fn exchange(&self, exchange: Exchange) -> Outcome<(), String> {
-        let driver = &self.group.shared.pool.driver;
-        driver.queue(self.stream, Queued::Exchange { on: self.comm, exchange }).map_err(text)
-    }
-
-    fn copy(&self, from: Address, to: Address, bytes: usize) -> Outcome<(), String> {
-        if from == to || bytes == 0 {
-            return Ok(());
-        }
-        self.group.shared.pool.driver.copy(self.stream, from, to, bytes).map_err(text)
-    }
-
-    /// Sends each rank its part of `from`, and receives the parts of all into `to`; the own one is copied.
-    fn all_to_all(
-        &self,
-        from: Address,
-        sent: &[Range<usize>],
-        to: Address,
-        received: &[Range<usize>],
-    ) -> Outcome<(), String> {
-        let rank = self.group.control.rank();
-        self.copy(from.offset(sent[rank].start), to.offset(received[rank].start), sent[rank].len())?;
-        let messages = |sends, base: Address, parts: &[Range<usize>]| {
-            let of = |(peer, part): (usize, &Range<usize>)| {
-                let (at, bytes) = (base.offset(part.start), part.len());
-                (peer != rank && bytes > 0).then_some(Message { peer, sends, at, bytes })
-            };
-            parts.iter().enumerate().filter_map(of).collect::<Vec<_>>()
-        };
-        self.exchange(Exchange::Messages([messages(true, from, sent), messages(false, to, received)].concat()))
-    }
-
-    /// The parts of `bytes` bytes, one for each rank.
-    fn parts(&self, bytes: usize, size: usize) -> Vec<Range<usize>> {
-        let (n, count) = (self.group.control.size(), bytes / size);
-        (0..n).map(|rank| count * rank / n * size..count * (rank + 1) / n * size).collect()
-    }
-
-    /// Reduces this rank's part of the elements at `from` of all ranks, in the balanced tree, to the place that `to`
-    /// says. Returns the part.
-    fn reduce_parts(
-        &self,
-        from: Address,
-        bytes: usize,
-        dtype: DType,
-        by: ReduceOp,
-        to: impl Fn(&Range<usize>) -> Address,
-    ) -> Outcome<Range<usize>, String> {
-        let (rank, n, pool) = (self.group.control.rank(), self.group.control.size(), &self.group.shared.pool);
-        let sent = self.parts(bytes, dtype.size());
-        let own = sent[rank].clone();
-        // One place for each other rank; the memory is released before it is used, which is safe in the same stream.
-        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(text)?;
-        let received: Vec<_> = (0..n).map(|rank| rank * own.len()..(rank + 1) * own.len()).collect();
-        self.all_to_all(from, &sent, others.at(), &received)?;
-        if !own.is_empty() {
-            let places = received.iter().map(|part| others.at().offset(part.start).0).collect();
-            reduce(pool, reduction(dtype, by)?, places, to(&own), own.len() / dtype.size())?;
-        }
-        Ok(own)
-    }
-
-    /// Sends this rank's part of the bytes at `at` to all ranks, and receives theirs.
-    fn share(&self, at: Address, bytes: usize, size: usize, own: Range<usize>) -> Outcome<(), String> {
-        let parts = self.parts(bytes, size);
-        self.all_to_all(at, &vec![own; parts.len()], at, &parts)
-    }
-}
-
 impl Communicator for NcclGroup {
     fn rank(&self) -> usize {
         self.control.rank()
@@ -398,23 +312,24 @@ impl Communicator for NcclGroup {
             backend(&*self.control, call.op.kind(), message)
         })?;
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
-        let met = if self.size() > 1 { Some(self.control.start(self.meeting(&call))?) } else { None };
+        let met = match self.size() {
+            1 => None,
+            _ => Some(self.control.start(self.meeting(&call)).inspect_err(|_| self.shared.abort())?),
+        };
         let sends = call.op.kind() == OpKind::Send;
         let Call { input, output, .. } = call;
         let (result, read) = if sends { (input, None) } else { (output, input) };
-        let wait = Some(Waits { met, done, sends, result, _read: read });
+        let wait = Some(Waits { met, done, result, _read: read });
         Ok(Pending::new(Flight { shared: self.shared.clone(), wait }))
     }
 
     fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
         let part = self.control.split(name, members)?;
         let nccl = self.shared.nccl();
-        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
-        match new {
-            Ok(Some(comm)) => Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?)),
-            Ok(None) => Err(backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned())),
-            Err(fault) => Err(backend(&*part, OpKind::Barrier, fault.to_string())),
-        }
+        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank())).map_err(text);
+        let comm = new.and_then(|comm| comm.ok_or("NCCL made no communicator of the part".to_owned()));
+        let comm = comm.map_err(|why| backend(&*part, OpKind::Barrier, why))?;
+        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?))
     }
 
     fn membership(&self) -> &dyn Membership {
@@ -442,7 +357,6 @@ struct Waits {
     met: Option<Pending>,
     /// The event after its work.
     done: Event,
-    sends: bool,
     result: Option<Buffer>,
     _read: Option<Buffer>,
 }
@@ -459,7 +373,7 @@ impl Flight {
 
 impl PendingOp for Flight {
     fn wait(mut self: Box<Self>) -> Outcome<Buffer, CommError> {
-        let Some(Waits { met, done, result, _read, .. }) = self.wait.take() else { return Ok(Buffer::empty()) };
+        let Some(Waits { met, done, result, _read }) = self.wait.take() else { return Ok(Buffer::empty()) };
         let met = met.map_or(Ok(()), |met| met.wait().map(drop));
         if met.is_err() {
             self.shared.abort();
@@ -475,11 +389,11 @@ impl PendingOp for Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        if let Some(Waits { met, done, sends, result, _read }) = self.wait.take() {
+        if let Some(Waits { met, done, result, _read }) = self.wait.take() {
             self.resume(done);
             let detached = &mut self.shared.ends().detached;
-            detached.retain(|(met, _)| !met.is_done());
-            detached.extend(met.map(|met| (met, sends)));
+            detached.retain(|met| !met.is_done());
+            detached.extend(met);
             drop((result, _read));
         }
     }

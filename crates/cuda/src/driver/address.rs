@@ -1,4 +1,4 @@
-//! Addresses in the memory of a device.
+//! Places in the memory of a device.
 
 /// An address in the memory of a device, in bytes; 0 is null.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -150,6 +150,25 @@ impl Comms {
     }
 }
 
+/// The streams that wait for each other for ever. Of each stream the others that its next work waits for; `None` if it
+/// can go on, or waits for work that is not queued yet.
+pub(super) fn stuck(waits: &[Option<Vec<usize>>]) -> Vec<usize> {
+    let mut hopeful: Vec<bool> = waits.iter().map(Option::is_none).collect();
+    let waits_for_hopeful = |hopeful: &[bool], at: usize| {
+        !hopeful[at] && waits[at].as_ref().is_some_and(|others| others.iter().any(|&other| hopeful[other]))
+    };
+    while let Some(more) = (0..waits.len()).find(|&at| waits_for_hopeful(&hopeful, at)) {
+        hopeful[more] = true;
+    }
+    (0..waits.len()).filter(|&at| !hopeful[at]).collect()
+}
+
+/// The error of streams that wait for each other.
+pub(super) fn crossed(streams: &[String]) -> DriverError {
+    let why = "streams wait for each other, because ranks queued collectives in different orders";
+    DriverError::Call { call: "ncclCommGetAsyncError", why: format!("{why}: {}", streams.join(", ")) }
+}
+
 /// Runs a collective: the parts of all ranks, each with its device, by rank.
 pub(super) fn run(memory: &mut Memory, parts: &[(usize, Exchange)]) -> Result<()> {
     let Some((_, first)) = parts.first() else { return Ok(()) };

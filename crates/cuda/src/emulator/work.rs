@@ -3,7 +3,7 @@
 //! More than 400 lines: one piece of work after the other.
 
 use super::memory::{HOST, Memory};
-use super::nccl::{Comms, run};
+use super::nccl::{Comms, crossed, run, stuck};
 use super::order::{Draws, Order};
 use crate::driver::{
     Address, Argument, DriverError, Event, Exchange, NcclComm, Operand, Product, Result, Stream, Work,
@@ -253,12 +253,6 @@ impl State {
             }
         };
         let waits: Vec<Option<Vec<usize>>> = (0..self.queues.len()).map(waits_for).collect();
-        let mut hopeful: Vec<bool> = waits.iter().map(Option::is_none).collect();
-        while let Some(more) = (0..waits.len()).find(|&at| {
-            !hopeful[at] && waits[at].as_ref().is_some_and(|others| others.iter().any(|&other| hopeful[other]))
-        }) {
-            hopeful[more] = true;
-        }
         let name = |at: usize| match self.queues[at].work.front() {
             Some(Queued::Work(work)) => {
                 let Queue { device, .. } = self.queues[at];
@@ -266,15 +260,11 @@ impl State {
             }
             _ => None,
         };
-        let stuck: Vec<String> = (0..waits.len()).filter(|&at| !hopeful[at]).filter_map(name).collect();
-        if stuck.is_empty() {
+        let names: Vec<String> = stuck(&waits).into_iter().filter_map(name).collect();
+        if names.is_empty() {
             return Ok(());
         }
-        let why = format!(
-            "streams wait for each other, because ranks queued collectives in different orders: {}",
-            stuck.join(", ")
-        );
-        let fault = DriverError::Call { call: "ncclCommGetAsyncError", why };
+        let fault = crossed(&names);
         self.fault = Some(fault.clone());
         Err(fault)
     }

@@ -44,7 +44,6 @@ fn the_tree_has_the_bits_of_threads() {
             Ok::<_, CommError>(())
         });
         ran.unwrap_or_else(|error| panic!("{n} ranks: {error}"));
-        assert_eq!(devices[0].queued(), 0, "everything ran");
     }
 }
 
@@ -128,7 +127,6 @@ impl Worlds for OverNccl {
 #[test]
 fn nccl_passes_the_suite_of_communicators() {
     conformance_of("results", &OverNccl { how: Reduction::Library, graphs: false });
-    conformance_of("flight", &OverNccl { how: Reduction::Library, graphs: false });
     conformance_of("flight", &OverNccl { how: Reduction::Tree, graphs: true });
 }
 
