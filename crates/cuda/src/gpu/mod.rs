@@ -59,13 +59,18 @@ pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, G
 }
 
 /// Compiles those of the files of kernels that are not yet in the folder `kernels`, for the GPU with this number,
-/// several side by side. A run that compiles each at its first use does so in a row.
+/// several side by side. A run that compiles each at its first use does so in a row. Files with a kernel that has no
+/// room on the GPU are left out, because another form is used there.
 ///
 /// # Errors
 /// Names the library or GPU that is missing or too old, or an error of NVRTC.
 pub fn prepare(ordinal: usize, kernels: &Path, sources: &[&'static Source]) -> std::result::Result<(), GpuError> {
-    let Found { architecture, nvrtc, .. } = libraries::find(ordinal)?;
-    Ok(Compiler::new(kernels, &architecture, nvrtc).prepare(sources)?)
+    let Found { device, architecture, nvrtc, .. } = libraries::find(ordinal)?;
+    let shared = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let fits = |kernel: &Kernel| i64::from(kernel.geometry.shared()) <= i64::from(shared);
+    let fit = |source: &Source| KERNELS.iter().filter(|kernel| kernel.source == source).all(fits);
+    let sources: Vec<_> = sources.iter().copied().filter(|source| fit(source)).collect();
+    Ok(Compiler::new(kernels, &architecture, nvrtc).prepare(&sources)?)
 }
 
 /// Events of a stream. The next one replaces the oldest. A wait for a replaced event waits for a later moment of the
