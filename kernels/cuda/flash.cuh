@@ -25,6 +25,20 @@ template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles,
     }
 }
 
+// The same with A in registers.
+template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], const u32 (&a)[DIM / 16][4], Tiles tiles, int b_tile) {
+#pragma unroll
+    for (int e = 0; e < DIM / 16; e++) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            u32 b[4];
+            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
+            mma(c[j], a[e], b[0], b[1]);
+            mma(c[j + 1], a[e], b[2], b[3]);
+        }
+    }
+}
+
 // c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
 template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
 #pragma unroll

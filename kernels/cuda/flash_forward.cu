@@ -26,7 +26,8 @@
 // Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
-template <int DIM, int STEP>
+// HELD: whether the queries stay in registers; otherwise each product reads them from shared memory.
+template <int DIM, int STEP, bool HELD>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                           i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window) {
     constexpr int PAIR = FLASH_ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;  // places and sizes of tiles
@@ -48,6 +49,13 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     copy_rows<STEP, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens.keys, head_dim);
     copy_rows<STEP, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens.keys, head_dim);
     copy_commit();
+    u32 held[DIM / 16][4];
+    if (HELD) {
+        copy_wait<0>();
+        __syncthreads();  // the queries have arrived
+#pragma unroll
+        for (int e = 0; e < DIM / 16; e++) load_a<DIM>(held[e], tiles, 0, warp_row, 16 * e);
+    }
     OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
     float o[DIM / 8][4];
     clear(o);
@@ -66,7 +74,8 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 
         float s[STEP / 8][4];
         clear(s);
-        add_product<DIM>(s, tiles, 0, warp_row, pair);
+        if (HELD) add_product<DIM>(s, held, tiles, pair);
+        else add_product<DIM>(s, tiles, 0, warp_row, pair);
         if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
         online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
         add_product_of<DIM>(o, s, tiles, pair + VALUES);
@@ -74,8 +83,8 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
-#define FLASH_FORWARD(DIM, STEP) \
-    flash_forward<DIM, STEP>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
+#define FLASH_FORWARD(DIM, STEP, HELD) \
+    flash_forward<DIM, STEP, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
                              window)
 
 // Overridden by src/variants.rs.
@@ -85,6 +94,9 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #ifndef FORWARD_64_RESIDENT
 #define FORWARD_64_RESIDENT 2
 #endif
+#ifndef FORWARD_64_HELD
+#define FORWARD_64_HELD 0
+#endif
 #ifndef FORWARD_128_KEYS
 #define FORWARD_128_KEYS 64
 #endif
@@ -93,12 +105,12 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #define RESIDENT FORWARD_64_RESIDENT
 KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(64, FORWARD_64_KEYS);
+    FLASH_FORWARD(64, FORWARD_64_KEYS, FORWARD_64_HELD);
 }
 
 #undef RESIDENT
 #define RESIDENT 1
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(128, FORWARD_128_KEYS);
+    FLASH_FORWARD(128, FORWARD_128_KEYS, false);
 }

@@ -46,6 +46,7 @@ const fn flash(head_dim: u32, tiles: u32) -> Geometry {
 #[rustfmt::skip] // A table: one variant, one line.
 variants! {
     flash_forward_64 in flash_forward, "keys=64", flash(64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1;
+    flash_forward_64 in flash_forward, "keys=64, held", flash(64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1, FORWARD_64_HELD = 1;
     flash_forward_64 in flash_forward, "keys=32, 1 block", flash(64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
     flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
