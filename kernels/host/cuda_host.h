@@ -85,31 +85,8 @@ inline const void* scheduler_bottom;
 inline size_t scheduler_size;
 #endif
 
+// Of library.cpp: saves the registers that a call keeps and the stack pointer, and goes on at another stack.
 extern "C" void meshwork_switch(void** save, void* load);
-asm(R"(
-.text
-.p2align 4
-.globl meshwork_switch
-.hidden meshwork_switch
-.type meshwork_switch, @function
-meshwork_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-.size meshwork_switch, . - meshwork_switch
-)");
 
 // Switches to the scheduler, and returns when it resumes this fiber; never after `State::done` or a failure.
 inline void leave(State state) {

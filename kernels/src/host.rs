@@ -264,7 +264,10 @@ fn build(
         for (number, files) in parts.iter().enumerate() {
             let folder = work.join(number.to_string());
             fs::create_dir_all(&folder).map_err(file(&folder))?;
-            let includes: String = files.iter().map(|name| format!("#include \"{name}\"\n")).collect();
+            // Headers first: files define macros of their own, which no header is to see.
+            let headers = sources.iter().map(|(name, _)| *name).filter(|name| name.ends_with(".cuh"));
+            let includes = headers.chain(files.iter().copied());
+            let includes: String = includes.map(|name| format!("#include \"{name}\"\n")).collect();
             let of_part = kernels.iter().filter(|kernel| match files.contains(&kernel.source.name) {
                 true => true,
                 // Of a file that is not there: the compiler says so.

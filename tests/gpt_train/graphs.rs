@@ -93,7 +93,7 @@ fn launches_of_a_fast_step_are_as_documented() {
         return;
     }
     let folder = folder("launches");
-    for (kind, documented) in [("gpt2", 265), ("llama", 256)] {
+    for (kind, documented) in [("gpt2", 256), ("llama", 256)] {
         let line = format!(
             "--set training.dtype=bf16 --set model.kind={kind} --set model.num_layers=4 --steps 3 --set cuda.graphs=true"
         );

@@ -3,7 +3,7 @@
 //! More than 400 lines: forward and backward with each mask have one oracle and one table of shapes.
 
 use crate::launch::{At, AtMut, Given, Null};
-use crate::{assert_bits, launch, values};
+use crate::{assert_bits, build, launch, values};
 use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
@@ -11,6 +11,7 @@ use meshwork_cpu::kernels::attention::{
     pair_bias_grad,
 };
 use meshwork_cpu::kernels::dropout::Mask;
+use meshwork_kernels::VARIANTS;
 use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
 
@@ -381,6 +382,13 @@ fn positions_that_do_not_follow_are_seen() {
         assert_eq!(misplaced, seen, "{places:?}");
         assert!(checked.iter().all(|position| (0..3).contains(position)));
     }
+}
+
+/// Queries that stay in registers, a step of 64 keys.
+#[test]
+fn a_variant_that_holds_its_queries_is_near_the_cpu() {
+    let variant = VARIANTS.iter().find(|variant| variant.name == "keys=64, held").expect("the variant");
+    build::with_variant(variant, None, attention_on_tensor_cores_is_near_that_of_the_cpu);
 }
 
 /// Attention of bf16 on tensor cores against that of the CPU in f32 on the same operands, norm-wise.

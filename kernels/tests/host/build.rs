@@ -1,7 +1,7 @@
 //! The kernels compiled for the host, once for all tests.
 
 use meshwork_kernels::host::{Host, HostError};
-use meshwork_kernels::{HEADERS, KERNELS, Kernel, SOURCES};
+use meshwork_kernels::{HEADERS, KERNELS, Kernel, SOURCES, Variant};
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -32,6 +32,32 @@ pub fn with<R>(library: &'static Host, run: impl FnOnce() -> R) -> R {
     let result = run();
     INSTEAD.set(None);
     result
+}
+
+thread_local! {
+    static VARIANT: Cell<Option<(&'static Host, &'static Kernel)>> = const { Cell::new(None) };
+}
+
+/// Runs something on this thread with a variant in the place of its kernel; nothing without g++. `skipped` is a line of
+/// the kernel's file whose barrier is left out.
+pub fn with_variant<R>(variant: &'static Variant, skipped: Option<usize>, run: impl FnOnce() -> R) -> Option<R> {
+    let source = variant.kernel.source;
+    let mut files: Vec<_> = HEADERS.iter().map(|header| (header.name, header.text)).collect();
+    files.push((source.name, source.text));
+    let library: &Host = Box::leak(Box::new(compile(&files, std::slice::from_ref(&variant.kernel))?));
+    if let Some(line) = skipped {
+        let defined = source.text.lines().take_while(|line| line.starts_with("#define ")).count();
+        library.skip_barrier(source.name, defined + line).expect("a line of the variant");
+    }
+    VARIANT.set(Some((library, &variant.kernel)));
+    let result = run();
+    VARIANT.set(None);
+    Some(result)
+}
+
+/// The variant that runs in the place of a kernel, and its library.
+pub fn variant_of(name: &str) -> Option<(&'static Host, &'static Kernel)> {
+    VARIANT.get().filter(|(_, kernel)| kernel.name == name)
 }
 
 /// The library once more, with a state of its own.

@@ -2,7 +2,7 @@
 
 use crate::launch::{Given, try_launch};
 use crate::{attention, build, compression, elementwise, experts, loss, optimizer, rows, tables};
-use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
+use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type, VARIANTS};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Each kernel writes `count` floats and has one fault but the first.
@@ -168,7 +168,8 @@ fn is_barrier(line: &str) -> bool {
     !line.starts_with("DEVICE") && ["__syncthreads();", "wait_for_bytes("].iter().any(|wait| line.contains(wait))
 }
 
-/// Without any one of the barriers in the sources, some test above fails because of a race or an unwritten word.
+/// Without any one of the barriers in the sources, some test above fails because of a race or an unwritten word; if
+/// not, then with a variant, of which the barrier may be.
 #[test]
 fn every_barrier_is_needed() {
     let Some(library) = build::copy() else { return };
@@ -200,7 +201,13 @@ fn every_barrier_is_needed() {
             library.skip_barrier(source.name, at + 1).expect("a line of a source");
             let failures =
                 tests.iter().filter_map(|test| build::with(library, || catch_unwind(AssertUnwindSafe(test))).err());
-            let why = failures.filter_map(|panic| panic.downcast_ref::<String>().cloned()).next();
+            let told = |panic: Box<dyn std::any::Any + Send>| panic.downcast_ref::<String>().cloned();
+            let of_variant = |variant| {
+                let run = || tests.iter().find_map(|test| catch_unwind(AssertUnwindSafe(test)).err());
+                build::with_variant(variant, Some(at + 1), run).flatten().and_then(told)
+            };
+            let mut variants = VARIANTS.iter().filter(|of| of.kernel.source.text.ends_with(source.text));
+            let why = failures.filter_map(told).next().or_else(|| variants.find_map(of_variant));
             let why = why.unwrap_or_else(|| panic!("{}:{}: nobody misses this barrier", source.name, at + 1));
             assert!(
                 ["a race: ", "nobody wrote", "still being copied", "without waiting", "NaN"]

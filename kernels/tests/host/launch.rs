@@ -129,8 +129,11 @@ macro_rules! launch {
 /// Launches a kernel for `[items, width]` of its geometry. False if there is no library; panics if the launch fails.
 #[track_caller]
 pub fn launch(name: &str, sizes: [usize; 2], given: Vec<Given<'_>>) -> bool {
-    let kernel = meshwork_kernels::kernel(name).unwrap_or_else(|| panic!("no kernel {name}"));
-    let Some(library) = crate::build::library() else { return false };
+    let usual = || {
+        let kernel = meshwork_kernels::kernel(name).unwrap_or_else(|| panic!("no kernel {name}"));
+        Some((crate::build::library()?, kernel))
+    };
+    let Some((library, kernel)) = crate::build::variant_of(name).or_else(usual) else { return false };
     try_launch(library, kernel, sizes, given).unwrap_or_else(|why| panic!("{name}: {why}"));
     true
 }
