@@ -46,6 +46,10 @@ impl Observer for Watched {
             _ = claims.source(&self.at, kind, types, tensor);
         }
     }
+
+    fn compares_meshes(&self) -> bool {
+        self.watch.is_some()
+    }
 }
 
 impl Display for At {

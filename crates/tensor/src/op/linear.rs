@@ -119,7 +119,7 @@ impl Product {
         let ((m, n, k), matmul) = (self.mnk(), grad.device().matmul()?);
         let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]).exact(self.exact);
         // Added to the gradients of other uses of the input where they lie, with the bits of a sum of its own.
-        let few = n <= FEW_TERMS && self.terms[1] == Terms::WHOLE && other.is_none();
+        let few = n <= FEW_TERMS && self.terms[1] == Terms::WHOLE && other.is_none() && !cx.is_compared();
         if let Some(sum) = if few { cx.take_sum(self.input) } else { None } {
             let mut buffer = sum.into_buffer();
             matmul.gemm(spec.accumulating(true), grad.buffer(), w.buffer(), &mut buffer, 0)?;

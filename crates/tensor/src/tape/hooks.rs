@@ -133,6 +133,12 @@ pub trait Observer: Debug {
     fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
         _ = (kind, types, tensor);
     }
+
+    /// Whether it compares values with those of other meshes. Then an operation gives its share of a gradient by itself
+    /// where it would add it to those of other uses, which differ between meshes. The sums have the same bits.
+    fn compares_meshes(&self) -> bool {
+        false
+    }
 }
 
 /// The observers of a tape, in the order in which they came.
@@ -164,6 +170,10 @@ impl Observers {
             }
         }
         Ok(now)
+    }
+
+    pub(super) fn compare_meshes(&self) -> bool {
+        self.0.borrow().iter().any(|observer| observer.compares_meshes())
     }
 
     pub(super) fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {

@@ -1,6 +1,6 @@
 //! The trait of operations.
 
-use super::hooks::{Make, ReadAgain, Recipe};
+use super::hooks::{Make, Observers, ReadAgain, Recipe};
 use super::padding::Padded;
 use super::prelude::*;
 use super::uses::Uses;
@@ -322,6 +322,11 @@ impl Backward<'_> {
             }
             _ => None,
         }
+    }
+
+    /// Whether an observer [compares meshes](super::Observer::compares_meshes).
+    pub fn is_compared(&self) -> bool {
+        self.tape.inner.observer.get().is_some_and(Observers::compare_meshes)
     }
 
     /// The tape.

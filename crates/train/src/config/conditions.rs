@@ -43,7 +43,7 @@ conditions! {
         |c| c.parallelism.pp > 1 || c.pipeline.virtual_stages > 1;
     CP: "parallelism.cp above 1", ["parallelism.cp"], |c| c.parallelism.cp > 1;
     /// Where an order changes the work of ranks and nothing else.
-    ORDERED: "all_gather, ring or hybrid, in fast numerics, without dropout",
+    ORDERED: "all_gather, ring or hybrid, in fast numerics, without model.dropout and lora.dropout",
         ["parallelism.context_parallel_method", "training.numerics", "model.dropout", "lora.dropout", "lora.rank"],
         |c| matches!(c.parallelism.context_parallel_method, ContextMethod::AllGather | ContextMethod::Ring | ContextMethod::Hybrid)
             && c.training.numerics == "fast" && c.dropout().is_none();
@@ -77,7 +77,7 @@ conditions! {
     SELECTIVE: "memory.saved_dtype = f32, if selective", ["memory.saved_dtype"],
         |c| c.memory.saved_dtype == SavedDtype::F32 || c.memory.recompute != Recomputed::Word(RecomputeWord::Selective);
     /// Neither GELU nor SwiGLU gives zeros.
-    ZEROS: "dropout or moe.num_experts above 0, if sparse", ["model.dropout", "lora.dropout", "lora.rank", "moe.num_experts"],
+    ZEROS: "model.dropout, lora.dropout or moe.num_experts above 0, if sparse", ["model.dropout", "lora.dropout", "lora.rank", "moe.num_experts"],
         |c| c.dropout().is_some() || c.moe.num_experts > 0 || c.memory.saved_encoding == SavedEncoding::Dense;
     SAMPLES: "compress.aqsgd = true, if samples", ["compress.aqsgd"], |c| c.compress.aqsgd || c.memory.offload != OffloadWord::Samples;
     OFFLOADS: "memory.offload", ["memory.offload"], |c| c.memory.offload != OffloadWord::None;

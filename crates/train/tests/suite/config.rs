@@ -228,7 +228,7 @@ fn compression_is_read_and_refused_by_key() {
 #[test]
 fn leaving_out_zeros_has_no_effect_where_nothing_gives_any() {
     let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
-    let zeros = "model.dropout or moe.num_experts above 0, if sparse";
+    let zeros = "model.dropout, lora.dropout or moe.num_experts above 0, if sparse";
     let told = [format!("memory.saved_encoding = \"sparse\" has no effect without {zeros}")];
     assert_eq!(unread("--set memory.saved_encoding=sparse"), told);
     assert!(unread("--set memory.saved_encoding=sparse --set model.dropout=0.1").is_empty());
