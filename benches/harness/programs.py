@@ -57,7 +57,7 @@ class Command:
     is_job: bool = False  # of a launcher, which takes a signal for a fault
 
     def __str__(self):
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        variables = [f"{name}={shlex.quote(shown(value))}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(shown(arg) for arg in self.argv)])
 
 
