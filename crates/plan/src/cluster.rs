@@ -1,6 +1,6 @@
 //! A cluster as data: its cards, and the links between them.
 
-use crate::error::PlanError;
+use crate::error::{PlanError, named};
 use meshwork_train::config::CARDS;
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -108,14 +108,7 @@ impl Cluster {
     /// # Errors
     /// A name that none has.
     pub fn known(name: &str) -> Result<Self, PlanError> {
-        match KNOWN.iter().find(|(known, _)| *known == name) {
-            Some((name, text)) => Self::from_toml(name, text),
-            None => Err(PlanError::Unknown {
-                kind: "cluster",
-                name: name.to_owned(),
-                known: Self::names().collect::<Vec<_>>().join(", "),
-            }),
-        }
+        Self::from_toml(name, named("cluster", &KNOWN, name)?)
     }
 
     /// Reads the text of a cluster's file. A card that is known by name needs no numbers; a number that is given counts
@@ -138,8 +131,7 @@ impl Cluster {
     /// assert_eq!(
     ///     Cluster::from_toml("mine.toml", text).unwrap_err().to_string(),
     ///     "mine.toml: card \"b100\" is not known (known: a100, h100, h100-96, h200) and its memory is not given; \
-    ///      give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]: \
-    ///      scripts/gpu-check.sh measures them"
+    ///      give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]"
     /// );
     /// # Ok::<(), meshwork_plan::PlanError>(())
     /// ```
@@ -163,8 +155,7 @@ impl Cluster {
                         card.name,
                         names.join(", ")
                     ),
-                    "give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]: \
-                     scripts/gpu-check.sh measures them",
+                    "give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]",
                 )
             })?;
             match value > 0.0 && value.is_finite() {

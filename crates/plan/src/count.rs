@@ -39,7 +39,7 @@ pub struct Collective {
     pub name: &'static str,
     /// The name of its group, as `tp`.
     pub group: String,
-    /// World ranks of its members, of which rank 0 is one.
+    /// World ranks of its members. Rank 0 is a member.
     pub members: Vec<usize>,
     /// Bytes that each rank sends.
     pub sent: f64,
@@ -86,7 +86,7 @@ impl Counter {
         if let Some(counts) = self.known.get(&key) {
             return Ok(counts.clone());
         }
-        let counts = Arc::new(count(config)?);
+        let counts = Arc::new(count(config, &one, &plan)?);
         self.known.insert(key, counts.clone());
         Ok(counts)
     }
@@ -137,11 +137,11 @@ fn one_layer(config: &Config, layers: usize) -> Result<(Config, Plan), PlanError
     Ok((one, plan))
 }
 
-fn count(config: &Config) -> Result<Counts, PlanError> {
-    let (one, plan) = one_layer(config, 1)?;
+/// Counts a configuration, from one layer of it and the plan of that.
+fn count(config: &Config, one: &Config, plan: &Plan) -> Result<Counts, PlanError> {
     let recorder = Recorder::new(Instant::now());
     let frame = recorder.clone();
-    dry_run::observe(&one.model(), &plan, 0, &recorder, move |event| {
+    dry_run::observe(&one.model(), plan, 0, &recorder, move |event| {
         let name = match (event.phase, event.action.kind) {
             (Phase::Started, _) => BEGUN,
             (_, ActionKind::Forward) => FORWARD,

@@ -39,3 +39,10 @@ pub enum PlanError {
     Shape(#[from] ShapeError),
 }
 debug_as_display!(PlanError);
+
+/// The text that comes with the planner under this name.
+pub(crate) fn named<'a>(kind: &'static str, all: &[(&str, &'a str)], name: &str) -> Result<&'a str, PlanError> {
+    let known = || all.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+    let found = all.iter().find(|(known, _)| *known == name);
+    found.map(|(_, text)| *text).ok_or_else(|| PlanError::Unknown { kind, name: name.to_owned(), known: known() })
+}

@@ -1,7 +1,7 @@
 //! Fits a system's constants to half of its published runs, and says how far the other half is off.
 
 use crate::count::Counter;
-use crate::error::PlanError;
+use crate::error::{PlanError, named};
 use crate::system::{Constants, System};
 use crate::table::{Row, Table};
 
@@ -48,10 +48,7 @@ pub struct Errors {
 pub fn published(system: &System, counter: &mut Counter) -> Result<Vec<Published>, PlanError> {
     let mut all = Vec::new();
     for (file, tables) in &system.published {
-        let Some((_, text)) = PUBLISHED.iter().find(|(known, _)| known == file) else {
-            let known: Vec<&str> = PUBLISHED.iter().map(|(name, _)| *name).collect();
-            return Err(PlanError::Unknown { kind: "file", name: file.clone(), known: known.join(", ") });
-        };
+        let text = named("file", &PUBLISHED, file)?;
         for name in tables {
             let table = Table::from_toml(file, text, name)?;
             let rows = table.rows(name, system, counter)?.into_iter().collect::<Result<_, _>>()?;

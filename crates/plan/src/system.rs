@@ -1,7 +1,7 @@
 //! How a system trains, as data: the share of a card that its kernels reach, what it keeps, and what it overlaps.
 
 use crate::cluster::Cluster;
-use crate::error::PlanError;
+use crate::error::{PlanError, named};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -155,10 +155,7 @@ impl System {
     /// # Errors
     /// A name that none has.
     pub fn known(name: &str) -> Result<Self, PlanError> {
-        let Some((name, text)) = KNOWN.iter().find(|(known, _)| *known == name) else {
-            let known = Self::names().collect::<Vec<_>>().join(", ");
-            return Err(PlanError::Unknown { kind: "system", name: name.to_owned(), known });
-        };
+        let text = named("system", &KNOWN, name)?;
         let refuse = |problem: String| PlanError::File {
             file: format!("systems/{name}.toml"),
             problem,

@@ -119,8 +119,8 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
 }
 
 /// The fault of a configuration whose device lacks something that a step needs: an operation, an element type, an
-/// update rule. One step of each stage runs on a device without contents; if it lacks nothing, the kernels of the step
-/// are compiled.
+/// update rule. One step of each stage runs on a device without contents; if it lacks nothing and the run has steps,
+/// the kernels of the step are compiled.
 pub(crate) fn lacking(config: &Config) -> Option<Fault> {
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     return cuda::lacking(config);
@@ -264,7 +264,9 @@ mod cuda {
                 (Arc::new(Idle::new(config.device.name())), config.training.matmul_dtype.precision());
             let device = CudaDevice::with_precision(idle.clone(), products(config), precision).ok()?;
             let Err(error) = dry_run::attempt(&model, &plan, rank, Arc::new(device)) else {
-                prepare(config.device, &idle);
+                if config.training.steps > 0 {
+                    prepare(config.device, &idle);
+                }
                 return None;
             };
             let lack = error.lack()?;

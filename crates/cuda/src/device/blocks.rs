@@ -113,13 +113,13 @@ impl Blocks {
         self.insert(joined);
     }
 
-    /// The segments of which nothing is in use, with their sizes.
+    /// Segments without a block in use: their sizes and addresses.
     pub(super) fn unused(&self) -> impl Iterator<Item = (usize, Address)> {
         let whole = |block: &&Block| self.segments.get(&block.at) == Some(&block.bytes);
         self.free.values().filter(whole).map(|block| (block.bytes, block.at))
     }
 
-    /// Forgets a segment of which nothing is in use, before the driver frees it.
+    /// Removes a segment that has no block in use, before the driver frees it.
     pub(super) fn forget(&mut self, segment: Address) {
         self.remove(segment);
         self.segments.remove(&segment);

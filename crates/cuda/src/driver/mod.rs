@@ -47,8 +47,8 @@ pub struct Properties {
     pub memory: u64,
     /// Bytes of shared memory that a block of threads may have.
     pub shared: u32,
-    /// Memory is given out in multiples of so many bytes: a smaller allocation costs as much. 2 MiB on a GPU; 1 where
-    /// each allocation has exactly the bytes that it was asked for.
+    /// The allocation granularity in bytes: an allocation takes a multiple of it. 2 MiB on a GPU; 1 where an allocation
+    /// has exactly the requested size.
     pub granule: usize,
     /// The architecture that kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
     pub architecture: String,

@@ -116,9 +116,6 @@ pub trait Nccl {
     /// a color is in none. Collective over `of`.
     fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>>;
 
-    /// The error of work on a communicator that failed, or of the other ranks' ends of it.
-    fn asynchronous_error(&self, of: NcclComm) -> Result<()>;
-
     /// Ends a communicator once its queued work is done.
     fn leave(&self, of: NcclComm) -> Result<()>;
 

@@ -76,8 +76,8 @@ impl Emulator {
         Self { properties: Properties { name, ordinal, memory, shared, granule: 1, architecture }, machine }
     }
 
-    /// The same device, which gives memory out in multiples of so many bytes, as a GPU does. Without this each
-    /// allocation has exactly the bytes that it was asked for, so that a write beyond them is found.
+    /// The same device with an allocation granularity of `bytes`, as a GPU has one. By default an allocation has
+    /// exactly the requested size, so that a write beyond its end is found.
     #[must_use]
     pub fn granule(mut self, bytes: usize) -> Self {
         self.properties.granule = bytes;
@@ -319,10 +319,6 @@ impl Nccl for Emulator {
 
     fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>> {
         self.lock().comms.split(of, color, key)
-    }
-
-    fn asynchronous_error(&self, of: NcclComm) -> Result<()> {
-        self.lock().comms.check("ncclCommGetAsyncError", of, self.ordinal())
     }
 
     fn leave(&self, of: NcclComm) -> Result<()> {

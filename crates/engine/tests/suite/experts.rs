@@ -280,8 +280,8 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
     }
 }
 
-/// The samples of a block go to the experts of ep in chunks, the last of which comes first in backward. Of a gradient
-/// of 16 bits its sum overwrote the sums of the others.
+/// Dispatch over ep cuts the samples of a block into two chunks, and backward visits the second chunk first. With
+/// gradients in 16 bits, the sum of the second chunk overwrote the sum of the first.
 #[test]
 fn blocks_keep_the_gradients_of_all_chunks_of_ep() {
     let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: true, loss_scale: LossScale::Fixed(1.0) });

@@ -190,6 +190,25 @@ fn prompts_have_the_special_tokens_of_the_tokenizer() {
     assert!(refused.contains("other.jinja\": fails: invalid operation: no"), "{refused}");
 }
 
+/// A checkpoint has the template of its run; another one may be named.
+#[test]
+#[cfg(feature = "tokenizers")]
+fn a_checkpoint_has_the_chat_template_of_its_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let template = |name: &str, text: &str| {
+        std::fs::write(folder.path().join(name), text).unwrap();
+        format!("data.chat_template={}", folder.path().join(name).display())
+    };
+    let of_run = template("of_run.jinja", "({{ messages[0].content }})");
+    let [checkpoints, _] = trained_with("chat", "gpt2", &of_run);
+    let asked = |set: &str| open(&checkpoints, set).unwrap().encode_chat("ab", None).unwrap();
+    assert_eq!(asked(""), b"(ab)".map(u32::from));
+    assert_eq!(
+        asked(&format!("--set={}", template("other.jinja", "{{ messages[0].content }}?"))),
+        b"ab?".map(u32::from)
+    );
+}
+
 #[test]
 fn characters_are_given_out_whole() {
     let [_, export] = trained("characters", "gpt2");
