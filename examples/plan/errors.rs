@@ -41,14 +41,14 @@ fn halves(system: &System, table: &fit::Published) -> Result<String, PlanError> 
         let Errors { rows, median, ninth_decile, most, pairs, ordered, fit } =
             fit::errors(system, &fit::half(&table.rows, tests))?;
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        let order = if pairs == 0 { "none".to_owned() } else { format!("{} of {pairs}", percent(ordered)) };
         shown += &format!(
-            "| {} | {}, {what} | {rows} | {} | {} | {} | {} of {pairs} | {fit} of {rows} |\n",
+            "| {} | {}, {what} | {rows} | {} | {} | {} | {order} | {fit} of {rows} |\n",
             system.name,
             table.name,
             percent(median),
             percent(ninth_decile),
             percent(most),
-            percent(ordered),
         );
     }
     Ok(shown)
