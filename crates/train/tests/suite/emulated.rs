@@ -472,11 +472,6 @@ fn image_classifiers_have_every_value_of_the_cpu() {
     }
 }
 
-/// Whether all of a sample are asked for.
-fn sweeps() -> bool {
-    std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all")
-}
-
 /// A file of kernels, a line of it and what it becomes, and what the report must say of the first value that differs.
 const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
     ("norm.cuh", "round.thread, n) + eps)", "round.thread, n) + 2.0f * eps)", ["forward: output of ", "layer_norm"]),
@@ -499,7 +494,7 @@ const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
 #[test]
 fn a_wrong_kernel_is_named_by_the_operation_that_runs_it() {
     let Some(_) = kernels() else { return };
-    for (file, right, wrong, parts) in if sweeps() { WRONG } else { &WRONG[..1] } {
+    for (file, right, wrong, parts) in if crate::sweeps() { WRONG } else { &WRONG[..1] } {
         let sources = meshwork_kernels::HEADERS.iter().chain(meshwork_kernels::SOURCES);
         let texts: Vec<(&str, String)> = sources
             .map(|source| match source.name == *file {
@@ -543,7 +538,7 @@ fn a_wait_that_is_left_out_is_found() {
             Err(_) => true,
         })
     };
-    let enough = if sweeps() { sample.len() } else { 3 };
+    let enough = if crate::sweeps() { sample.len() } else { 3 };
     let found: Vec<u64> = sample.iter().copied().filter(|&nth| is_found(nth)).take(enough).collect();
     assert!(found.len() >= 3, "of waits {sample:?} only {found:?} are missed");
 }

@@ -133,7 +133,7 @@ fn fitting(dp: usize, tp: usize, pp: usize, more: &str) -> Config {
 /// the batch: all of them if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else some.
 #[test]
 fn a_sweep_over_all_meshes() {
-    let all = std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all");
+    let all = crate::sweeps();
     let mut configs = Vec::new();
     for (dp, tp, pp) in (0..16 * 16 * 16).map(|i| (i / 256 + 1, i / 16 % 16 + 1, i % 16 + 1)) {
         if dp * tp * pp > 16 {
