@@ -39,16 +39,17 @@ template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], const u32 (&
     }
 }
 
-// c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
-template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
+// c [16, 8 M] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
+// `column` on of a tile.
+template <int DIM, int M, int N> DEVICE void add_product_of(float (&c)[M][4], const float (&left)[N][4], Tiles tiles, int b_tile, int column = 0) {
 #pragma unroll
     for (int j = 0; j < N / 2; j++) {
         u32 a[4];
         as_operand(a, left[2 * j], left[2 * j + 1]);
 #pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
+        for (int e = 0; e < M / 2; e++) {
             u32 b[4];
-            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, 16 * e);
+            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, column + 16 * e);
             mma(c[2 * e], a, b[0], b[1]);
             mma(c[2 * e + 1], a, b[2], b[3]);
         }
@@ -159,14 +160,14 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// The queries that see one of the FLASH_ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found
-// in steps of STEP.
+// The queries that see one of the ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found in
+// steps of STEP.
 struct QueryRows {
     int begin, end;
 };
 
-template <int STEP> DEVICE QueryRows queries_of(const Seen& sees, const Tokens& tokens, int first, int count) {
+template <int STEP, int ROWS = FLASH_ROWS> DEVICE QueryRows queries_of(const Seen& sees, const Tokens& tokens, int first, int count) {
     int begin = lesser(greater(first - tokens.past, 0), count - 1), end = begin;
-    while (end < count && (end == begin || sees.from(tokens.past + end) < first + FLASH_ROWS)) end += STEP;
+    while (end < count && (end == begin || sees.from(tokens.past + end) < first + ROWS)) end += STEP;
     return {begin, lesser(end, count)};
 }

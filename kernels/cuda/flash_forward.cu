@@ -5,13 +5,14 @@
 //   S = Q Kᵀ for first_query + i - window < j <= first_query + i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
 //   O = P V / Σ P,  lse = m scale + ln Σ P
 //
-// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128
-//           (_128), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Only
+// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64), 128
+//           (_128) or 256 (_256), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Only
 //           attention_forward.cu has dropout.
-// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128),
+// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_128: 64),
 //           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
 //           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
-//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
+//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128 features 2·128 (128 + 4·64) = 96 KiB, and of 256
+//           features 2·256 (128 + 4·32) = 128 KiB.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
 //           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 125 (kernels/report.md), so 16
 //           warps; _128 takes 211, 8 warps. Shared memory allows as many.
@@ -100,6 +101,9 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #ifndef FORWARD_128_KEYS
 #define FORWARD_128_KEYS 64
 #endif
+#ifndef FORWARD_256_KEYS
+#define FORWARD_256_KEYS 32
+#endif
 
 #undef RESIDENT
 #define RESIDENT FORWARD_64_RESIDENT
@@ -113,4 +117,9 @@ KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
     FLASH_FORWARD(128, FORWARD_128_KEYS, false);
+}
+
+KERNEL flash_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
+                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
+    FLASH_FORWARD(256, FORWARD_256_KEYS, false);
 }

@@ -17,8 +17,9 @@ use std::ops::Range;
 
 const OP: &str = "attention";
 
-/// The longest head that kernels take.
-const HEAD: usize = 128;
+/// The longest heads of each form of the kernels; no kernel takes longer ones.
+const HEADS: [usize; 3] = [64, 128, 256];
+const LONGEST: usize = HEADS[HEADS.len() - 1];
 
 /// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
 /// have 16 bits.
@@ -66,6 +67,9 @@ impl Operand for &Heads {
     }
 }
 
+/// A kernel for each of [`HEADS`].
+type Forms = [&'static str; HEADS.len()];
+
 /// A call of attention.
 #[derive(Clone, Copy)]
 struct Call<'a> {
@@ -103,10 +107,10 @@ impl Call<'_> {
         if self.flash { DType::Bf16 } else { DType::F32 }
     }
 
-    /// The kernel for heads of this length: for up to 64, or up to 128.
-    fn kernel(&self, flash: [&'static str; 2], plain: [&'static str; 2]) -> &'static str {
-        let kernels = if self.flash { flash } else { plain };
-        kernels[usize::from(self.shape.queries.head_dim > HEAD / 2)]
+    /// Of the kernels on tensor cores, or of the others, the form for heads of this length.
+    fn kernel(&self, flash: Forms, plain: Forms) -> &'static str {
+        let (forms, head_dim) = (if self.flash { flash } else { plain }, self.shape.queries.head_dim);
+        forms[HEADS.iter().take(HEADS.len() - 1).filter(|most| head_dim > **most).count()]
     }
 }
 
@@ -131,7 +135,7 @@ impl CudaDevice {
         let head_dim = shape.queries.head_dim;
         let known = packed.is_none() || shape.keys == shape.sequence;
         let plain = masks.is_plain() && masks.cap.is_none();
-        let flash = fast && known && plain && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        let flash = fast && known && plain && !drops && head_dim <= LONGEST && head_dim.is_multiple_of(8);
         Call { shape, masks, packed, flash }
     }
 
@@ -150,8 +154,8 @@ impl CudaDevice {
         // A window of all keys that a query may see hides none.
         let all = run.tokens.end + reach.ahead;
         let window = reach.window.map_or(all, |window| window.min(all));
-        if head_dim > HEAD {
-            return Err(self.lacks("attention of heads above 128", DType::F32));
+        if head_dim > LONGEST {
+            return Err(self.lacks("attention of heads above 256", DType::F32));
         }
         let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
         args.extend([Argument::from(head_dim as i32), scale.into()]);
@@ -220,8 +224,8 @@ impl CudaDevice {
         self.meter().add_flops(Work::Attention, call.shape.forward_flops(&call.masks));
         let lse = self.alloc(DType::F32, batch * count * seq)?;
         let out = self.room(call.dtype(), dtype, batch * seq * count * head_dim)?;
-        let flash = ["flash_forward_64", "flash_forward_128"];
-        let kernel = call.kernel(flash, ["attention_forward_64", "attention_forward_128"]);
+        let flash = ["flash_forward_64", "flash_forward_128", "flash_forward_256"];
+        let kernel = call.kernel(flash, ["attention_forward_64", "attention_forward_128", "attention_forward_256"]);
         let (out_at, lse_at) = (self.place(OP, &out)?, self.place(OP, &lse)?);
         for run in call.runs() {
             let out_at = out_at.offset(call.dtype().size() * call.skipped(&run));
@@ -248,13 +252,13 @@ impl CudaDevice {
             [self.place(OP, lse)?, self.place(OP, dots)?].map(|at| at.offset(DType::F32.size() * run.row));
         let (heads, into) = (heads.after(run, call.dtype()), into.after(run, call.dtype()));
         let ending = self.ending(call, run, &heads)?;
-        let flash = ["flash_backward_q_64", "flash_backward_q_128"];
-        let kernel = call.kernel(flash, ["attention_backward_q_64", "attention_backward_q_128"]);
+        let flash = ["flash_backward_q_64", "flash_backward_q_128", "flash_backward_q_256"];
+        let kernel = call.kernel(flash, ["attention_backward_q_64", "attention_backward_q_128", "attention_backward_q_256"]);
         launch!(self, OP, kernel, [batch * count, run.tokens.len()];
             &heads, dout, lse, dots, into.q, into.q_row, &ending[..]
         )?;
-        let flash = ["flash_backward_kv_64", "flash_backward_kv_128"];
-        let kernel = call.kernel(flash, ["attention_backward_kv_64", "attention_backward_kv_128"]);
+        let flash = ["flash_backward_kv_64", "flash_backward_kv_128", "flash_backward_kv_256"];
+        let kernel = call.kernel(flash, ["attention_backward_kv_64", "attention_backward_kv_128", "attention_backward_kv_256"]);
         let items = batch * count / if call.flash { heads.group } else { 1 };
         launch!(self, OP, kernel, [items, call.shape.keys];
             &heads, dout, lse, dots, into.k, into.v, into.kv_row, &ending[..]
