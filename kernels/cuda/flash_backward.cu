@@ -3,6 +3,7 @@
 //
 //   P = 2^(S scale log₂e - lse log₂e),  dP = dO Vᵀ,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D)
 //   dQ = scale dS K,  dK = scale dSᵀ Q,  dV = Pᵀ dO,  dK and dV over all queries of a group's heads
+//   with dropout dS = P∘(dP∘M - D),  dV = (P∘M)ᵀ dO
 //
 // Shapes    as in flash_forward.cu and attention_backward.cu; all of 16 bits except lse and dots; dq rows dq_row apart,
 //           dk and dv rows dkv_row apart, heads from first_kv on: groups are summed in this kernel, without a further
@@ -15,7 +16,8 @@
 //           Sᵀ = K Qᵀ, so that results of products serve directly as the operands Pᵀ and dSᵀ. Two kernels, with 7
 //           products instead of 5, because sums of dQ over blocks of keys would need atomics, whose order differs from
 //           run to run. Shared memory: two tiles of the block's own rows and two pairs of the others: dQ 2 head_dim (256
-//           + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB. _256: 160 and 96 KiB.
+//           + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB. _256: 160 and 96 KiB. With dropout dQ
+//           of 128 goes over the keys by 32, and of 256 as its variant for little shared memory does: 96 KiB.
 // Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12
 //           and more in flight. Q, dO, K and V come from shared memory for each product. 204 and 235, 202 and 244
 //           (kernels/report.md): one block on an SM, 8 warps.
@@ -56,7 +58,8 @@ struct FlashOperands {
 };
 
 // SHARE: warps with the same 16 rows. Both compute S and dP; each sums its part of the features.
-template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row) {
+template <int DIM, int STEP, int SHARE, class Drop>
+DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row, const Drop& drops) {
     constexpr int ROWS = FLASH_ROWS / SHARE, DOUT = ROWS * DIM, PAIR = 2 * ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;
     TILES(tiles, 2 * ROWS * DIM + 4 * STEP * DIM);
     Head head = head_of(of.heads, of.group, of.first_kv);
@@ -100,6 +103,7 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_q(const Flash
         clear(s), clear(dp);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
         add_product<DIM>(dp, tiles, DOUT, warp_row, pair + VALUES);
+        drop(dp, drops.of(head.sample, head.head), tokens.past + i0, keys);
         score_gradients(s, dp, row, scale_2);
         mask(s, rows, keys, 0.0f);
         add_product_of<DIM>(sum, s, tiles, pair, column);
@@ -112,7 +116,8 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_q(const Flash
 }
 
 // SHARE: warps with the same 16 rows. Of two, one sums dK and the other dV; both compute S.
-template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv_row) {
+template <int DIM, int STEP, int SHARE, class Drop>
+DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv_row, const Drop& drops) {
     constexpr int ROWS = FLASH_ROWS / SHARE, VALUES = ROWS * DIM, PAIR = 2 * ROWS * DIM, DOUT = STEP * DIM, PAIRS = 2 * STEP * DIM;
     TILES(tiles, 2 * ROWS * DIM + 4 * STEP * DIM);
     i64 groups = of.heads / of.group, sample = blockIdx.x / groups, own_head = blockIdx.x % groups, out_row = of.heads * of.head_dim;
@@ -148,6 +153,7 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_kv(const Flas
         stage = 1 - stage;
         int from = queries;
         i64 numbers = (sample * of.heads + head) * of.rows + from;
+        auto dropout = drops.of(sample, head);
         queries += STEP;
         if (queries >= seeing.end) queries = seeing.begin, head++;
         if (head < behind) {
@@ -164,6 +170,8 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_kv(const Flas
         int rows = count - from, token = tokens.past + from, key = j0 - token;
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
+            float m[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+            dropout.of_keys(m, token + 8 * j + lane % 4 * 2, j0);
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 int i = 8 * j + lane % 4 * 2 + c, at = i < rows ? i : 0;
@@ -172,8 +180,8 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_kv(const Flas
                 float p0 = exp2_fast(fmaf(p[j][c], scale_2, -lse)), p1 = exp2_fast(fmaf(p[j][2 + c], scale_2, -lse));
                 if (i < key || i >= rows || key < own) p0 = 0.0f;
                 if (i < key + 8 || i >= rows || key + 8 < own) p1 = 0.0f;
-                p[j][c] = p0, p[j][2 + c] = p1;
-                dp[j][c] = p0 * (dp[j][c] - dot), dp[j][2 + c] = p1 * (dp[j][2 + c] - dot);
+                dp[j][c] = p0 * (dp[j][c] * m[c] - dot), dp[j][2 + c] = p1 * (dp[j][2 + c] * m[2 + c] - dot);
+                p[j][c] = p0 * m[c], p[j][2 + c] = p1 * m[2 + c];
             }
         }
         if (sums_v) add_product_of<DIM>(v_sum, p, tiles, pair + DOUT);
@@ -197,38 +205,83 @@ template <int DIM, int STEP, int SHARE> DEVICE void flash_backward_kv(const Flas
 KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<64, FLASH_KEYS, 1>(FLASH_OPERANDS, dq, dq_row);
+    flash_backward_q<64, FLASH_KEYS, 1>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<128, FLASH_KEYS, 1>(FLASH_OPERANDS, dq, dq_row);
+    flash_backward_q<128, FLASH_KEYS, 1>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 KERNEL flash_backward_q_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<256, 16, BACKWARD_Q_256_SHARE>(FLASH_OPERANDS, dq, dq_row);
+    flash_backward_q<256, 16, BACKWARD_Q_256_SHARE>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 KERNEL flash_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                             float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<64, 32, 1>(FLASH_OPERANDS, dk, dv, dkv_row);
+    flash_backward_kv<64, 32, 1>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
 }
 
 KERNEL flash_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                              const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<128, 16, 1>(FLASH_OPERANDS, dk, dv, dkv_row);
+    flash_backward_kv<128, 16, 1>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
 }
 
 KERNEL flash_backward_kv_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                              const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<256, 16, 2>(FLASH_OPERANDS, dk, dv, dkv_row);
+    flash_backward_kv<256, 16, 2>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
+}
+
+KERNEL flash_dropout_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
+                           u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                   float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_q<64, 64, 1>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
+                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                    float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_q<128, 32, 1>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_backward_q_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
+                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                    float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_q<256, 16, 2>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
+                            const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                            float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                    float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_kv<64, 32, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
+                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                             float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                     float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_kv<128, 16, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_backward_kv_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
+                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                             float scale, const int* firsts,
+                           i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                     float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    flash_backward_kv<256, 16, 2>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
 }

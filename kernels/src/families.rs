@@ -466,6 +466,24 @@ kernels! {
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 256, 128 + 4 * 32);
+    flash_dropout_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 64, 128 + 4 * 32);
+    flash_dropout_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 128, 128 + 4 * 64);
+    flash_dropout_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 256, 128 + 4 * 16);
     flash_dots(InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq,
         Divisor I64 heads, Eights I64 head_dim) in flash_backward, ELEMENTS;
     flash_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
@@ -483,6 +501,27 @@ kernels! {
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 256, 2 * 128 + 4 * 16);
+    flash_dropout_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 64);
+    flash_dropout_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 32);
+    flash_dropout_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
     flash_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
@@ -498,6 +537,27 @@ kernels! {
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
+    flash_dropout_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 32);
+    flash_dropout_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 16);
+    flash_dropout_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
         Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;
