@@ -128,7 +128,8 @@ struct Dropout {
         m[2] = odd ? right0 : other0, m[3] = odd ? right1 : other1;
     }
 
-    // The same where rows are keys, written over factors of 1: a lane has tokens `token` and `token + 1` of rows `key` and `key + 8`.
+    // The same where rows are keys, written over factors of 1: a lane has tokens `token` and `token + 1` of rows `key`
+    // and `key + 8`.
     DEVICE void of_keys(float (&m)[4], int token, int key) const {
         u64 upper = index(token, key), next = upper + sequence;
         if (!shares()) {
