@@ -19,8 +19,8 @@
 //           + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB. _256: 160 and 96 KiB. With dropout dQ
 //           of 128 goes over the keys by 32, and of 256 as its variant for little shared memory does: 96 KiB.
 // Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12
-//           and more in flight. Q, dO, K and V come from shared memory for each product. 204 and 235, 202 and 244
-//           (kernels/report.md): one block on an SM, 8 warps.
+//           and more in flight. Q, dO, K and V come from shared memory for each product. 204, 235 and 252, 202, 244
+//           and 254 (kernels/report.md): one block on an SM, 8 warps.
 // Banks     as in flash_forward.cu: no conflicts.
 // Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations per head, and one power of two per pair in both:
 //           3.5 times the forward.

@@ -8,14 +8,14 @@
 // Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64), 128
 //           (_128) or 256 (_256), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Kernels
 //           with `dropout` in their names multiply P∘M by V, M the factors of attention_forward.cu.
-// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_128: 64),
+// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_128: 64, _256: 16),
 //           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
 //           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
 //           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128 features 2·128 (128 + 4·64) = 96 KiB, and of 256
-//           features 2·256 (128 + 4·32) = 128 KiB.
+//           features 2·256 (128 + 4·16) = 96 KiB, because keys by 32 take more registers than there are.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
 //           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 125 (kernels/report.md), so 16
-//           warps; _128 takes 211, 8 warps. Shared memory allows as many.
+//           warps; _128 takes 211 and _256 226, 8 warps. Shared memory allows as many. With dropout 146, 195 and 254.
 // Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
@@ -103,9 +103,6 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #ifndef FORWARD_128_KEYS
 #define FORWARD_128_KEYS 64
 #endif
-#ifndef FORWARD_256_KEYS
-#define FORWARD_256_KEYS 32
-#endif
 
 #undef RESIDENT
 #define RESIDENT FORWARD_64_RESIDENT
@@ -123,7 +120,7 @@ KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i6
 
 KERNEL flash_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(256, FORWARD_256_KEYS, false, KeepsAll{});
+    FLASH_FORWARD(256, 16, false, KeepsAll{});
 }
 
 KERNEL flash_dropout_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,

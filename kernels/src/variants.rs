@@ -44,7 +44,6 @@ variants! {
     flash_forward_64 in flash_forward, "keys=64, held", flash(128, 64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1, FORWARD_64_HELD = 1;
     flash_forward_64 in flash_forward, "keys=32, 1 block", flash(128, 64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
-    flash_forward_256 in flash_forward, "keys=16", flash(128, 256, 128 + 4 * 16); FORWARD_256_KEYS = 16;
     flash_backward_q_64 in flash_backward, "keys=32", flash(128, 64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_256 in flash_backward, "queries=64", flash(64, 256, 2 * 64 + 4 * 16); BACKWARD_Q_256_SHARE = 2;
