@@ -154,7 +154,10 @@ pub fn attention_is_that_of_the_cpu() {
         ),
         shows(Shown { bias: true, ..Shown::default() }, case([2, 37, 2, 20], [1, 2, 0], false, false)),
         case([1, 37, 2, 256], [2, 1, 0], true, true),
-        shows(Shown { cap: Some(1.5), ..Shown::default() }, windowed(20, case([1, 40, 1, 130], [1, 1, 0], true, false))),
+        shows(
+            Shown { cap: Some(1.5), ..Shown::default() },
+            windowed(20, case([1, 40, 1, 130], [1, 1, 0], true, false)),
+        ),
     ];
     let precisions = [Precision::F32, Precision::Bf16];
     for (Case { dims, groups, rotated, dropped, documents, window, shown }, precision) in
@@ -402,10 +405,17 @@ fn a_variant_that_holds_its_queries_is_near_the_cpu() {
 #[test]
 fn long_heads_on_tensor_cores_are_near_those_of_the_cpu() {
     let long = case([1, 150, 2, 256], [2, 1, 0], false, false);
-    let cases = [long, Case { dropped: true, ..long }, Case { documents: Some(true), window: Some(60), ..case([1, 90, 1, 136], [1, 1, 0], false, false) }];
+    let cases = [
+        long,
+        Case { dropped: true, ..long },
+        Case { documents: Some(true), window: Some(60), ..case([1, 90, 1, 136], [1, 1, 0], false, false) },
+    ];
     let run = || is_near_that_of_the_cpu(&cases);
     run();
-    for variant in VARIANTS.iter().filter(|variant| variant.kernel.name.starts_with("flash") && variant.kernel.name.ends_with("_256")) {
+    for variant in VARIANTS
+        .iter()
+        .filter(|variant| variant.kernel.name.starts_with("flash") && variant.kernel.name.ends_with("_256"))
+    {
         build::with_variant(variant, None, run);
     }
 }
@@ -464,8 +474,7 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
         let packing = documents.map(|apart| Packing::new(&places, [batch, keys], apart).expect("documents"));
         let mask = Mask { key: key(5, "attention"), p: 0.25 };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
-        let masks =
-            Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, ..Masks::default() };
+        let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, ..Masks::default() };
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
         let f32s = Precision::F32;
         grouped_forward(

@@ -547,7 +547,8 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let dropout = drops.then_some(&dropout);
         let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim };
         let (rows, places, width) = (queries.batch * queries.seq, positions(queries.seq), 4 * head_dim);
-        let (q, kv, dout) = (values("q", rows * width), values("kv", rows * 6 * head_dim), values("dout", rows * width));
+        let (q, kv, dout) =
+            (values("q", rows * width), values("kv", rows * 6 * head_dim), values("dout", rows * width));
         let qkv = values("qkv", rows * 3 * width);
         let of = device.attention()?;
         let up = |host: &Buffer| device.upload(host);
