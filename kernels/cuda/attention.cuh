@@ -136,9 +136,9 @@ struct RowDropout {
 // The value that a product reads: x, or x rounded to bf16.
 DEVICE float as_read(float x, int rounded) { return rounded ? from_bf16(to_operand(x)) : x; }
 
-// Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile that begins at `to` and whose rows are
-// `stride` apart; zeros beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The caller places barriers
-// before and after.
+// Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile that begins at `to` and whose rows
+// are `stride` apart; zeros beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The
+// caller places barriers before and after.
 template <int ROWS, class Tile>
 DEVICE void load_rows(Tile& tile, int to, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {
     for (int at = static_cast<int>(threadIdx.x); at < ROWS * head_dim; at += THREADS) {

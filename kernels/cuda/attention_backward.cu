@@ -70,8 +70,8 @@ struct Scores {
     float p, ds;
 };
 
-// P∘M and dS of query i and key j, rows `query` and `key` of the tiles, as products read them; zero where the mask hides
-// it.
+// P∘M and dS of query i and key j, rows `query` and `key` of the tiles, as products read them; zero where the mask
+// hides it.
 template <class At, class Tiles> DEVICE Scores scores_of(const Operands& of, Tiles& tiles, int query, int key, i64 i, i64 j, RowDropout dropout) {
     i64 token = of.past + i;
     if (i >= of.seq || j >= of.sees.until(token) || j < of.sees.from(token)) return {0.0f, 0.0f};

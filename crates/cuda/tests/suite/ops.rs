@@ -537,8 +537,8 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     }
 }
 
-/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents, with dropout of the
-/// same elements.
+/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents, with dropout of
+/// the same elements.
 #[test]
 fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let runs = [80..150, 3..33, 34..84];
