@@ -136,14 +136,14 @@ struct RowDropout {
 // The value that a product reads: x, or x rounded to bf16.
 DEVICE float as_read(float x, int rounded) { return rounded ? from_bf16(to_operand(x)) : x; }
 
-// Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile whose rows are `stride` apart; zeros
-// beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The caller places barriers
-// before and after.
+// Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile that begins at `to` and whose rows
+// are `stride` apart; zeros beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The
+// caller places barriers before and after.
 template <int ROWS, class Tile>
-DEVICE void load_rows(Tile& tile, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {
+DEVICE void load_rows(Tile& tile, int to, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {
     for (int at = static_cast<int>(threadIdx.x); at < ROWS * head_dim; at += THREADS) {
         int r = at / head_dim, e = at % head_dim;
-        tile[r * stride + e] = first + r < seq ? as_read(from[(first + r) * row + e], rounded) : 0.0f;
+        tile[to + r * stride + e] = first + r < seq ? as_read(from[(first + r) * row + e], rounded) : 0.0f;
     }
 }
 

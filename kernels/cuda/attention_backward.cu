@@ -8,8 +8,8 @@
 //           rows dkv_row apart: in place without groups, else in [batch, seq, heads, head_dim], which rotary_backward
 //           rotates back and attention_group_sum adds up.
 // Geometry  dots: half a warp per row. dQ: one block per head and 16 queries, over the keys by 16; dK and dV: one block
-//           per head and 16 keys, over the queries by 16. A thread has one pair of a tile, then features. Shared memory
-//           for tiles of Q, dO, K, V and of P and dS.
+//           per head and 16 keys, over the queries by 16. A thread has one pair of a tile, then features. Shared memory,
+//           given by the launch, for tiles of Q, dO, K, V and of P and dS: of 256 features 68 KiB.
 // Bytes     dQ: 4 head_dim (3 + 2 seq / 32) per row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
 // Bits      as on the CPU; as in attention_forward.cu, with dO, P∘M and dS also rounded in the precision bf16: S and dP
 //           are chains over the features, dQ is chained over the keys and dK and dV over the queries in blocks of 128;
@@ -20,6 +20,13 @@
 #define TILE 16  // queries, keys, and threads of a query or key
 #define BACKWARD_BLOCK 128
 #define HALF_WARP 16
+
+// Tiles of Q, dO, K and V, of rows of FEATURES numbers a thread, then of dS and P, in shared memory: all elements, and
+// where each begins.
+template <int FEATURES> struct Places {
+    static constexpr int STRIDE = FEATURES * TILE + 1, ROWS = TILE * STRIDE, PAIRS = TILE * (TILE + 1);
+    static constexpr int Q = 0, DOUT = ROWS, K = 2 * ROWS, V = 3 * ROWS, DS = 4 * ROWS, P = DS + PAIRS, ALL = P + PAIRS;
+};
 
 // D of each row. Elements: 16 times the rows.
 KERNEL attention_dots(const float* dout, const float* out, float* dots, i64 batch, i64 seq, i64 heads, i64 head_dim) {
@@ -63,12 +70,14 @@ struct Scores {
     float p, ds;
 };
 
-// P∘M and dS of query i and key j, a pair of rows in the tiles, as products read them; zero where the mask hides it.
-template <class Tile>
-DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
+// P∘M and dS of query i and key j, rows `query` and `key` of the tiles, as products read them; zero where the mask
+// hides it.
+template <class At, class Tiles> DEVICE Scores scores_of(const Operands& of, Tiles& tiles, int query, int key, i64 i, i64 j, RowDropout dropout) {
     i64 token = of.past + i;
     if (i >= of.seq || j >= of.sees.until(token) || j < of.sees.from(token)) return {0.0f, 0.0f};
-    float capped = of.scores.capped(chain(q, query, k, key, of.head_dim)), dp = chain(dout, query, v, key, of.head_dim);
+    int row = query * At::STRIDE, column = key * At::STRIDE;
+    float capped = of.scores.capped(chain(tiles, At::Q + row, tiles, At::K + column, of.head_dim));
+    float dp = chain(tiles, At::DOUT + row, tiles, At::V + column, of.head_dim);
     float p = exp_bits(of.scores.of(capped, i, token, j) * of.scores.of_scores - of.lse[i]), factor = 1.0f;
     if (dropout.p > 0.0f) {
         dropout.start += static_cast<u64>(token) * static_cast<u64>(of.sequence);
@@ -81,17 +90,13 @@ DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile
 }
 
 template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands& of, float* dq, i64 dq_row, const RowDropout& dropout) {
-    constexpr int STRIDE = FEATURES * TILE + 1;
-    SHARED(float, q, TILE * STRIDE);
-    SHARED(float, dout, TILE * STRIDE);
-    SHARED(float, k, TILE * STRIDE);
-    SHARED(float, v, TILE * STRIDE);
-    SHARED(float, ds, TILE * (TILE + 1));
+    using At = Places<FEATURES>;
+    GIVEN(float, tiles, At::ALL);
     i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.sees.end, of.past + smaller(of.seq, first + TILE) + of.sees.ahead);
     int query = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
     i64 i = first + query, token = of.past + i;
-    load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim, of.rounded);
-    load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim, of.rounded);
+    load_rows<TILE>(tiles, At::Q, At::STRIDE, of.q, of.q_row, first, of.seq, of.head_dim, of.rounded);
+    load_rows<TILE>(tiles, At::DOUT, At::STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim, of.rounded);
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
@@ -102,11 +107,10 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     i64 begin = of.sees.from(at_least) / TILE * TILE, opened = ((low - own) / BACKWARD_BLOCK + 1) * BACKWARD_BLOCK;
     for (i64 keys = begin; keys < end; keys += TILE) {
         __syncthreads();  // the keys and scores before these are read
-        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
-        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
+        load_rows<TILE>(tiles, At::K, At::STRIDE, of.k, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
+        load_rows<TILE>(tiles, At::V, At::STRIDE, of.v, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
         __syncthreads();
-        ds[query * (TILE + 1) + lane] =
-            scores_of(of, q, dout, query * STRIDE, k, v, lane * STRIDE, i, keys + lane, dropout).ds;
+        tiles[At::DS + query * (TILE + 1) + lane] = scores_of<At>(of, tiles, query, lane, i, keys + lane, dropout).ds;
         __syncthreads();
         for (int key = 0; key < TILE; key++) {
             i64 seen = keys + key - own;
@@ -115,11 +119,11 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) sum[f] = seen == opened ? part[f] : sum[f] + part[f], part[f] = 0.0f;
             }
-            float gradient = ds[query * (TILE + 1) + key];
+            float gradient = tiles[At::DS + query * (TILE + 1) + key];
 #pragma unroll
             for (int f = 0; f < FEATURES; f++) {
                 int e = lane + TILE * f;
-                if (e < of.head_dim) part[f] = fmaf(gradient, k[key * STRIDE + e], part[f]);
+                if (e < of.head_dim) part[f] = fmaf(gradient, tiles[At::K + key * At::STRIDE + e], part[f]);
             }
         }
     }
@@ -134,17 +138,12 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
 
 template <int FEATURES>
 DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* dv, i64 dkv_row, const RowDropout& dropout) {
-    constexpr int STRIDE = FEATURES * TILE + 1;
-    SHARED(float, q, TILE * STRIDE);
-    SHARED(float, dout, TILE * STRIDE);
-    SHARED(float, k, TILE * STRIDE);
-    SHARED(float, v, TILE * STRIDE);
-    SHARED(float, p, TILE * (TILE + 1));
-    SHARED(float, ds, TILE * (TILE + 1));
+    using At = Places<FEATURES>;
+    GIVEN(float, tiles, At::ALL);
     i64 first = static_cast<i64>(blockIdx.y) * TILE;
     int row = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
-    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.keys, of.head_dim, of.rounded);
-    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.keys, of.head_dim, of.rounded);
+    load_rows<TILE>(tiles, At::K, At::STRIDE, of.k, of.kv_row, first, of.keys, of.head_dim, of.rounded);
+    load_rows<TILE>(tiles, At::V, At::STRIDE, of.v, of.kv_row, first, of.keys, of.head_dim, of.rounded);
     float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
@@ -158,13 +157,13 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     for (i64 queries = first > past ? (first - past) / TILE * TILE : 0; queries < of.seq; queries += TILE) {
         if (of.sees.from(of.past + queries) >= first + TILE) break;  // no query from here on sees these keys
         __syncthreads();  // the queries and scores before these are read
-        load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
-        load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
+        load_rows<TILE>(tiles, At::Q, At::STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
+        load_rows<TILE>(tiles, At::DOUT, At::STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
         __syncthreads();
         // This thread as the owner of a pair: `row` is a query, `lane` a key.
-        Scores scores = scores_of(of, q, dout, row * STRIDE, k, v, lane * STRIDE, queries + row, first + lane, dropout);
-        p[row * (TILE + 1) + lane] = scores.p;
-        ds[row * (TILE + 1) + lane] = scores.ds;
+        Scores scores = scores_of<At>(of, tiles, row, lane, queries + row, first + lane, dropout);
+        tiles[At::P + row * (TILE + 1) + lane] = scores.p;
+        tiles[At::DS + row * (TILE + 1) + lane] = scores.ds;
         __syncthreads();
         // This thread as the owner of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
@@ -178,13 +177,13 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
                 }
                 several = true;
             }
-            float probability = p[query * (TILE + 1) + row], gradient = ds[query * (TILE + 1) + row];
+            float probability = tiles[At::P + query * (TILE + 1) + row], gradient = tiles[At::DS + query * (TILE + 1) + row];
 #pragma unroll
             for (int f = 0; f < FEATURES; f++) {
                 int e = lane + TILE * f;
                 if (e >= of.head_dim) continue;
-                v_part[f] = fmaf(probability, dout[query * STRIDE + e], v_part[f]);
-                k_part[f] = fmaf(gradient, q[query * STRIDE + e], k_part[f]);
+                v_part[f] = fmaf(probability, tiles[At::DOUT + query * At::STRIDE + e], v_part[f]);
+                k_part[f] = fmaf(gradient, tiles[At::Q + query * At::STRIDE + e], k_part[f]);
             }
         }
     }
@@ -227,6 +226,15 @@ KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
+KERNEL attention_backward_q_256(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
+                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                                i64 global_heads, const int* firsts, int rounded, i64 keys,
+                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
+    ATTENTION_BACKWARD(backward_q<16>, dq, dq_row);
+}
+
 KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
@@ -243,6 +251,15 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
                                  i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
                                const float* slopes, const float* bias, i64 ahead, const int* lengths) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
+}
+
+KERNEL attention_backward_kv_256(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
+                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
+                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
+                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
+                                 i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence, float cap_by, float cap_back,
+                               const float* slopes, const float* bias, i64 ahead, const int* lengths) {
+    ATTENTION_BACKWARD(backward_kv<16>, dk, dv, dkv_row);
 }
 
 // The gradient of the bias: the sums over the samples in `blocks` of equally many, which are added in the tree.

@@ -1,5 +1,5 @@
-// Shared by the forms of flash attention: sizes of tiles, the rows of a lane, the mask, the online softmax, products of
-// a warp.
+// Shared by the forms of flash attention: sizes of tiles, the rows of a lane, the mask, dropout, the online softmax,
+// products of a warp.
 #pragma once
 #include "attention.cuh"
 #include "tensor_core.cuh"
@@ -39,16 +39,17 @@ template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], const u32 (&
     }
 }
 
-// c [16, DIM] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N of a tile.
-template <int DIM, int N> DEVICE void add_product_of(float (&c)[DIM / 8][4], const float (&left)[N][4], Tiles tiles, int b_tile) {
+// c [16, 8 M] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
+// `column` on of a tile.
+template <int DIM, int M, int N> DEVICE void add_product_of(float (&c)[M][4], const float (&left)[N][4], Tiles tiles, int b_tile, int column = 0) {
 #pragma unroll
     for (int j = 0; j < N / 2; j++) {
         u32 a[4];
         as_operand(a, left[2 * j], left[2 * j + 1]);
 #pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
+        for (int e = 0; e < M / 2; e++) {
             u32 b[4];
-            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, 16 * e);
+            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, column + 16 * e);
             mma(c[2 * e], a, b[0], b[1]);
             mma(c[2 * e + 1], a, b[2], b[3]);
         }
@@ -92,6 +93,104 @@ template <int N> DEVICE void mask(float (&scores)[N][4], const QueryPair& of, in
         }
     }
 }
+
+// Dropout of the probabilities of a head: element (token, key) of [sequence, sequence], from index `start` on of all
+// heads of all samples, determines the random bits, as in attention_forward.cu. Tokens and keys are counted from the
+// first key, whose own place is in `start`. A draw is some 70 instructions, 18 for an element where lanes share draws;
+// a pair of a head of 64 takes 1/16 of a clock of products, in which an SM issues 8.
+struct Dropout {
+    u64 start, sequence;
+    u32 key0, key1;
+    float p, kept;
+
+    // Four elements from a multiple of 4 on have one draw of random words. Where rows begin at such a multiple, lanes
+    // share draws: a lane draws once for four elements, and otherwise for each.
+    DEVICE bool shares() const { return (start | sequence) % 4 == 0; }
+
+    DEVICE u64 index(int token, int key) const { return start + static_cast<u64>(token) * sequence + static_cast<u64>(key); }
+    DEVICE float of_word(u32 word) const { return uniform(word) < p ? 0.0f : kept; }
+    DEVICE float drawn(u64 index) const { return dropout_factor(philox(index / 4, key0, key1), index, p, kept); }
+
+    // The factors of a lane's four elements of a tile of C whose rows are tokens: it has keys `key` and `key + 1` of
+    // rows `token` and `token + 8`.
+    DEVICE void of_tokens(float (&m)[4], int token, int key) const {
+        u64 upper = index(token, key), lower = index(token + 8, key);
+        if (!shares()) {
+            m[0] = drawn(upper), m[1] = drawn(upper + 1), m[2] = drawn(lower), m[3] = drawn(lower + 1);
+            return;
+        }
+        // Of two neighbouring lanes, which have four keys, the even one draws for the upper row.
+        bool odd = lane_of_warp() % 2 != 0;
+        Words words = philox((odd ? lower : upper) / 4, key0, key1);
+        float left0 = of_word(words.word[0]), left1 = of_word(words.word[1]);
+        float right0 = of_word(words.word[2]), right1 = of_word(words.word[3]);
+        float other0 = __shfl_xor_sync(FULL_WARP, odd ? left0 : right0, 1), other1 = __shfl_xor_sync(FULL_WARP, odd ? left1 : right1, 1);
+        m[0] = odd ? other0 : left0, m[1] = odd ? other1 : left1;
+        m[2] = odd ? right0 : other0, m[3] = odd ? right1 : other1;
+    }
+
+    // The same where rows are keys, written over factors of 1: a lane has tokens `token` and `token + 1` of rows `key`
+    // and `key + 8`.
+    DEVICE void of_keys(float (&m)[4], int token, int key) const {
+        u64 upper = index(token, key), next = upper + sequence;
+        if (!shares()) {
+            m[0] = drawn(upper), m[1] = drawn(next), m[2] = drawn(upper + 8), m[3] = drawn(next + 8);
+            return;
+        }
+        // Each of the four lanes that have four neighbouring keys draws for one of the four elements, and they
+        // transpose what they drew.
+        int of_four = lane_of_warp() / 4 % 4;
+        bool odd = of_four % 2 != 0, high = of_four >= 2;
+        Words words = philox(((odd ? next : upper) + (high ? 8 : 0)) / 4, key0, key1);
+#pragma unroll
+        for (int i = 0; i < 4; i++) m[i] = of_word(words.word[i]);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            float other = __shfl_xor_sync(FULL_WARP, odd ? m[i] : m[i + 1], 4);
+            m[i] = odd ? other : m[i], m[i + 1] = odd ? m[i + 1] : other;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float other = __shfl_xor_sync(FULL_WARP, high ? m[i] : m[i + 2], 8);
+            m[i] = high ? other : m[i], m[i + 2] = high ? m[i + 2] : other;
+        }
+    }
+};
+
+// Multiplies a tile of C, whose rows are tokens, by its factors; its first row of this lane is `token`, its first key
+// `keys`.
+template <int N> DEVICE void drop(float (&c)[N][4], const Dropout& of, int token, int keys) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float m[4];
+        of.of_tokens(m, token, keys + 8 * j + lane_of_warp() % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[j][i] *= m[i];
+    }
+}
+
+// The arguments of dropout of the kernels that have it, and the dropout of a head.
+struct Drops {
+    u32 key0, key1;
+    float p, kept;
+    i64 first_sample, first_head, global_heads, first_key, sequence;
+
+    DEVICE Dropout of(i64 sample, i64 head) const {
+        u64 every = static_cast<u64>(sequence);
+        u64 at = static_cast<u64>(first_sample + sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head);
+        return {at * every * every + static_cast<u64>(first_key) * (every + 1), every, key0, key1, p, kept};
+    }
+};
+
+// The same of kernels without dropout: all factors are 1.
+struct KeepsAll {
+    DEVICE KeepsAll of(i64, i64) const { return {}; }
+    DEVICE void of_keys(float (&)[4], int, int) const {}
+};
+
+template <int N> DEVICE void drop(float (&)[N][4], const KeepsAll&, int, int) {}
+
+#define FLASH_DROPS (Drops{key0, key1, p, kept, first_sample, first_head, global_heads, first_key, sequence})
 
 // For a lane's two rows: the maximum of the scores so far, and the lane's part of the sum of their powers.
 struct OnlineSoftmax {
@@ -159,14 +258,14 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// The queries that see one of the FLASH_ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found
-// in steps of STEP.
+// The queries that see one of the ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found in
+// steps of STEP.
 struct QueryRows {
     int begin, end;
 };
 
-template <int STEP> DEVICE QueryRows queries_of(const Seen& sees, const Tokens& tokens, int first, int count) {
+template <int STEP, int ROWS = FLASH_ROWS> DEVICE QueryRows queries_of(const Seen& sees, const Tokens& tokens, int first, int count) {
     int begin = lesser(greater(first - tokens.past, 0), count - 1), end = begin;
-    while (end < count && (end == begin || sees.from(tokens.past + end) < first + FLASH_ROWS)) end += STEP;
+    while (end < count && (end == begin || sees.from(tokens.past + end) < first + ROWS)) end += STEP;
     return {begin, lesser(end, count)};
 }

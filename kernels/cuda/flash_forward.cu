@@ -5,16 +5,17 @@
 //   S = Q Kᵀ for first_query + i - window < j <= first_query + i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
 //   O = P V / Σ P,  lse = m scale + ln Σ P
 //
-// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128
-//           (_128), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Only
-//           attention_forward.cu has dropout.
-// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128),
+// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64), 128
+//           (_128) or 256 (_256), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Kernels
+//           with `dropout` in their names multiply P∘M by V, M the factors of attention_forward.cu.
+// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_128: 64, _256: 16),
 //           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
 //           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
-//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
+//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128 features 2·128 (128 + 4·64) = 96 KiB, and of 256
+//           features 2·256 (128 + 4·16) = 96 KiB, because keys by 32 take more registers than there are.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
 //           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 125 (kernels/report.md), so 16
-//           warps; _128 takes 211, 8 warps. Shared memory allows as many.
+//           warps; _128 takes 211 and _256 226, 8 warps. Shared memory allows as many. With dropout 146, 195 and 254.
 // Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
@@ -26,10 +27,11 @@
 // Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
-// HELD: whether the queries stay in registers; otherwise each product reads them from shared memory.
-template <int DIM, int STEP, bool HELD>
+// HELD: whether the queries stay in registers; otherwise each product reads them from shared memory. Drop: Drops or
+// KeepsAll.
+template <int DIM, int STEP, bool HELD, class Drop>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window) {
+                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window, const Drop& drops) {
     constexpr int PAIR = FLASH_ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;  // places and sizes of tiles
     TILES(tiles, FLASH_ROWS * DIM + 4 * STEP * DIM);
     Head head = head_of(heads, group, first_kv);
@@ -78,14 +80,15 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         else add_product<DIM>(s, tiles, 0, warp_row, pair);
         if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
         online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
+        drop(s, drops.of(head.sample, head.head), tokens.past + rows.row, keys);
         add_product_of<DIM>(o, s, tiles, pair + VALUES);
     }
     store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
-#define FLASH_FORWARD(DIM, STEP, HELD) \
+#define FLASH_FORWARD(DIM, STEP, HELD, ...) \
     flash_forward<DIM, STEP, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
-                             window)
+                                   window, __VA_ARGS__)
 
 // Overridden by src/variants.rs.
 #ifndef FORWARD_64_KEYS
@@ -105,12 +108,35 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #define RESIDENT FORWARD_64_RESIDENT
 KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(64, FORWARD_64_KEYS, FORWARD_64_HELD);
+    FLASH_FORWARD(64, FORWARD_64_KEYS, FORWARD_64_HELD, KeepsAll{});
 }
 
 #undef RESIDENT
 #define RESIDENT 1
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(128, FORWARD_128_KEYS, false);
+    FLASH_FORWARD(128, FORWARD_128_KEYS, false, KeepsAll{});
+}
+
+KERNEL flash_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
+                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
+    FLASH_FORWARD(256, 16, false, KeepsAll{});
+}
+
+KERNEL flash_dropout_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
+                        i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    FLASH_FORWARD(64, 32, false, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
+                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                 float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    FLASH_FORWARD(128, 64, false, FLASH_DROPS);
+}
+
+KERNEL flash_dropout_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
+                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
+                                 float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
+    FLASH_FORWARD(256, 16, false, FLASH_DROPS);
 }

@@ -20,10 +20,11 @@ DEVICE Words philox(u64 block, u32 k0, u32 k1) {
 }
 
 // Uniform in [0, 1), a multiple of 2^-24.
+DEVICE float uniform(u32 word) { return static_cast<float>(static_cast<int>(word >> 8)) * (1.0f / 16777216.0f); }
+
 DEVICE float uniform(const Words& words, u64 index) {
     u32 at = static_cast<u32>(index & 3u);
-    u32 word = at == 0 ? words.word[0] : at == 1 ? words.word[1] : at == 2 ? words.word[2] : words.word[3];
-    return static_cast<float>(static_cast<int>(word >> 8)) * (1.0f / 16777216.0f);
+    return uniform(at == 0 ? words.word[0] : at == 1 ? words.word[1] : at == 2 ? words.word[2] : words.word[3]);
 }
 
 // The factor of dropout for the global element `index`: 0, or `kept` = 1 / (1 - p).

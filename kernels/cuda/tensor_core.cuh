@@ -163,22 +163,32 @@ template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, cons
     }
 }
 
-// Writes each warp's tiles of C for its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane, through a
-// tile to memory: in whole chunks, where 4 lanes of a row would otherwise write 16 bytes in 4 pieces. Contains barriers
-// of the block.
-template <int WIDTH>
-DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
-    int lane = lane_of_warp(), g = static_cast<int>(threadIdx.x) / WARP * 16 + lane / 4, t = lane % 4;
-    __syncthreads();  // the old contents of the tile have been read
+// Writes a warp's tiles of C, times `upper` (rows g) and `lower` (rows g + 8) of the lane, to rows row .. row + 16 and
+// the columns from chunk `chunk` on of a tile.
+template <int WIDTH, int N> DEVICE void put_rows(Tiles tiles, int tile, const float (&c)[N][4], float upper, float lower, int row, int chunk) {
+    int lane = lane_of_warp(), g = row + lane / 4, t = lane % 4;
 #pragma unroll
-    for (int j = 0; j < WIDTH / 8; j++) {
-        write_word(tiles, tile + place<WIDTH>(g, j) + 2 * t, pack(c[j][0] * upper, c[j][1] * upper));
-        write_word(tiles, tile + place<WIDTH>(g + 8, j) + 2 * t, pack(c[j][2] * lower, c[j][3] * lower));
+    for (int j = 0; j < N; j++) {
+        write_word(tiles, tile + place<WIDTH>(g, chunk + j) + 2 * t, pack(c[j][0] * upper, c[j][1] * upper));
+        write_word(tiles, tile + place<WIDTH>(g + 8, chunk + j) + 2 * t, pack(c[j][2] * lower, c[j][3] * lower));
     }
-    __syncthreads();
-    for (int at = static_cast<int>(threadIdx.x); at < THREADS / WARP * 16 * WIDTH / CHUNK; at += THREADS) {
+}
+
+// Writes a tile of ROWS rows to memory, by whole chunks.
+template <int ROWS, int WIDTH> DEVICE void store_tile(Tiles tiles, int tile, u16* to, i64 row, int first, int end, int width) {
+    for (int at = static_cast<int>(threadIdx.x); at < ROWS * WIDTH / CHUNK; at += THREADS) {
         int r = at / (WIDTH / CHUNK), chunk = at % (WIDTH / CHUNK);
         if (first + r >= end || chunk * CHUNK >= width) continue;
         store_chunk(to + (first + r) * row + chunk * CHUNK, read_chunk(tiles, tile + place<WIDTH>(r, chunk)));
     }
+}
+
+// Writes each warp's tiles of C for its 16 rows through a tile to memory: in whole chunks, where 4 lanes of a row would
+// otherwise write 16 bytes in 4 pieces. Contains barriers of the block.
+template <int WIDTH>
+DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
+    __syncthreads();  // the old contents of the tile have been read
+    put_rows<WIDTH>(tiles, tile, c, upper, lower, static_cast<int>(threadIdx.x) / WARP * 16, 0);
+    __syncthreads();
+    store_tile<THREADS / WARP * 16, WIDTH>(tiles, tile, to, row, first, end, width);
 }

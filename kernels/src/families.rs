@@ -132,10 +132,15 @@ const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 const ROWS_BY_SIXTEEN: Geometry = Geometry::RowVectors { each: 16 };
 
-/// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`,
-/// `cuda/flash_backward.cu`.
-const fn flash(head_dim: u32, tiles: u32) -> Geometry {
-    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
+/// Queries or keys of a block of flash attention, and rows of its tiles in shared memory, of 16 bits:
+/// `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
+pub(crate) const fn flash(rows: u32, head_dim: u32, tiles: u32) -> Geometry {
+    Geometry::TensorTiles { rows, shared: 2 * head_dim * tiles }
+}
+
+/// Four tiles of 16 rows of features and two of pairs, of f32: `cuda/attention_backward.cu`.
+const fn attention_backward(head_dim: u32) -> Geometry {
+    Geometry::TensorTiles { rows: 16, shared: 4 * (4 * 16 * (head_dim + 1) + 2 * 16 * 17) }
 }
 
 /// The same for the forms for sm_90a; shared memory also holds barriers for the copies, and numbers of the columns:
@@ -380,6 +385,13 @@ kernels! {
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
         In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 };
+    attention_forward_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 16 };
     attention_join(In F32 part, In F32 lse, In F32 part_lse, Out F32 out, Value I64 count, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim) in attention_forward, ELEMENTS;
     attention_join_lse(In F32 part_lse, Out F32 lse, Value I64 rows) in attention_forward, ELEMENTS;
@@ -392,7 +404,7 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
+        In I32 lengths) in attention_backward, attention_backward(64);
     attention_backward_q_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
@@ -400,7 +412,15 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
+        In I32 lengths) in attention_backward, attention_backward(128);
+    attention_backward_q_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
+        In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
+        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
+        Value I32 rounded, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, attention_backward(256);
     attention_backward_kv_64(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
@@ -408,7 +428,7 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
+        In I32 lengths) in attention_backward, attention_backward(64);
     attention_backward_kv_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
@@ -416,7 +436,15 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, Geometry::Tiles { rows: 16 };
+        In I32 lengths) in attention_backward, attention_backward(128);
+    attention_backward_kv_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
+        In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
+        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
+        Value I32 rounded, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
+        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
+        In I32 lengths) in attention_backward, attention_backward(256);
     attention_bias_backward(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dbias, Value I64 batch, Divisor I64 blocks, Value I32 accumulate, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
@@ -429,33 +457,107 @@ kernels! {
     flash_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(64, 128 + 4 * 32);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 64, 128 + 4 * 32);
     flash_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 128, 128 + 4 * 64);
+    flash_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 256, 128 + 4 * 16);
+    flash_dropout_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 64, 128 + 4 * 32);
+    flash_dropout_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 128, 128 + 4 * 64);
+    flash_dropout_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
+        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 256, 128 + 4 * 16);
     flash_dots(InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq,
         Divisor I64 heads, Eights I64 head_dim) in flash_backward, ELEMENTS;
     flash_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 2 * 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 64, 2 * 128 + 4 * 64);
     flash_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 2 * 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 128, 2 * 128 + 4 * 64);
+    flash_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 256, 2 * 128 + 4 * 16);
+    flash_dropout_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 64);
+    flash_dropout_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 32);
+    flash_dropout_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
+        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
     flash_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 2 * 128 + 4 * 32);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 64, 2 * 128 + 4 * 32);
     flash_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 2 * 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 128, 2 * 128 + 4 * 16);
+    flash_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
+    flash_dropout_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 32);
+    flash_dropout_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 16);
+    flash_dropout_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
+        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
+        In I32 firsts, Value I64 keys,
+        Value I64 first_query, Value I64 rows, Value I64 window,
+        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
         Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;

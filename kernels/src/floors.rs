@@ -65,13 +65,15 @@ const IMAGES: u64 = 256 * 56 * 56 * 64;
 /// Elements of a flat vector.
 const FLAT: u64 = 1 << 28;
 /// Elements of an operand of attention, number of its rows, and number of (query, visible key) pairs: 32 × 1024 tokens
-/// of 12 heads of 64, 4 × 4096 of 16 of 128.
+/// of 12 heads of 64, 4 × 4096 of 16 of 128 and of 8 of 256.
 const A64: u64 = 32 * 1024 * 12 * 64;
 const R64: u64 = 32 * 1024 * 12;
 const P64: u64 = 32 * 12 * 1024 * 1025 / 2;
 const A128: u64 = 4 * 4096 * 16 * 128;
 const R128: u64 = 4 * 4096 * 16;
 const P128: u64 = 4 * 16 * 4096 * 4097 / 2;
+const R256: u64 = 4 * 4096 * 8;
+const P256: u64 = 4 * 8 * 4096 * 4097 / 2;
 
 #[rustfmt::skip] // A table: one launch, one line. `maps` stands for the data copied by them, in words of 8 bytes. Scattered elements count as the 32 bytes around them.
 floors! {
@@ -133,15 +135,18 @@ floors! {
     attention_join_lse, "32 × 1024 × 12"; part_lse R64, lse 2 * R64; 0, 0;
     attention_dots, "32 × 1024 × 12 × 64"; dout A64, out A64, dots R64; 0, 0;
     attention_group_sum, "4 × 4096 × 16 × 128 by 4"; from A128, to A128 / 4; 0, 0;
-    flash_forward_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, out A64, lse R64; 4 * 64 * P64, P64;
-    flash_forward_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, out A128, lse R128; 4 * 128 * P128, P128;
+    flash_forward_64 flash_dropout_forward_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, out A64, lse R64; 4 * 64 * P64, P64;
+    flash_forward_128 flash_dropout_forward_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, out A128, lse R128; 4 * 128 * P128, P128;
+    flash_forward_256 flash_dropout_forward_256, "4 × 4096 × 8 × 256"; q A128, k A128, v A128, out A128, lse R256; 4 * 256 * P256, P256;
     flash_forward_sm90_64, "32 × 1024 × 12 × 64"; maps 3 * A64 / 4, out A64, lse R64; 4 * 64 * P64, P64;
     flash_forward_sm90_128, "4 × 4096 × 16 × 128"; maps 3 * A128 / 4, out A128, lse R128; 4 * 128 * P128, P128;
     flash_dots, "32 × 1024 × 12 × 64"; dout A64, out A64, dots R64; 0, 0;
-    flash_backward_q_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, dout A64, lse R64, dots R64, dq A64; 6 * 64 * P64, P64;
-    flash_backward_q_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, dout A128, lse R128, dots R128, dq A128; 6 * 128 * P128, P128;
-    flash_backward_kv_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, dout A64, lse R64, dots R64, dk A64, dv A64; 8 * 64 * P64, P64;
-    flash_backward_kv_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, dout A128, lse R128, dots R128, dk A128, dv A128; 8 * 128 * P128, P128;
+    flash_backward_q_64 flash_dropout_backward_q_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, dout A64, lse R64, dots R64, dq A64; 6 * 64 * P64, P64;
+    flash_backward_q_128 flash_dropout_backward_q_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, dout A128, lse R128, dots R128, dq A128; 6 * 128 * P128, P128;
+    flash_backward_q_256 flash_dropout_backward_q_256, "4 × 4096 × 8 × 256"; q A128, k A128, v A128, dout A128, lse R256, dots R256, dq A128; 6 * 256 * P256, P256;
+    flash_backward_kv_64 flash_dropout_backward_kv_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, dout A64, lse R64, dots R64, dk A64, dv A64; 8 * 64 * P64, P64;
+    flash_backward_kv_128 flash_dropout_backward_kv_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, dout A128, lse R128, dots R128, dk A128, dv A128; 8 * 128 * P128, P128;
+    flash_backward_kv_256 flash_dropout_backward_kv_256, "4 × 4096 × 8 × 256"; q A128, k A128, v A128, dout A128, lse R256, dots R256, dk A128, dv A128; 8 * 256 * P256, P256;
     flash_backward_sm90_q_64, "32 × 1024 × 12 × 64"; maps A64, lse R64, dots R64, dq A64; 6 * 64 * P64, P64;
     flash_backward_sm90_q_128, "4 × 4096 × 16 × 128"; maps A128, lse R128, dots R128, dq A128; 6 * 128 * P128, P128;
     flash_backward_sm90_kv_64, "32 × 1024 × 12 × 64"; maps A64, lse R64, dots R64, dk A64, dv A64; 8 * 64 * P64, P64;
@@ -214,7 +219,7 @@ floors! {
 #[rustfmt::skip] // A table: one reason, one line.
 pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["product_f32", "product_bf16", "product_sum_f32", "product_sum_bf16", "grouped_product_f32", "grouped_product_bf16", "grouped_product_backward_f32", "grouped_product_backward_bf16"], "canonical numerics: an element is chains of 256 multiply-adds that wait for each other"),
-    (&["attention_forward_64", "attention_forward_128", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_kv_64", "attention_backward_kv_128", "attention_bias_backward"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
+    (&["attention_forward_64", "attention_forward_128", "attention_forward_256", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_q_256", "attention_backward_kv_64", "attention_backward_kv_128", "attention_backward_kv_256", "attention_bias_backward"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
     (&["choice_parts", "choice_places"], "a warp counts its part of the choices, 32 at a time: ballots"),
     (&["choice_counts", "choice_loads"], "sums over parts, a few numbers for each id"),
     (&["exact_squares", "exact_squares_sum", "set_squares_exact", "exact_values"], "additions of integers of 64 bits to digits, several an element"),

@@ -3,7 +3,7 @@
 //!
 //! A variant is the kernel's file with macros defined before its text, and thus a separate file for the compiler.
 
-use crate::families::{KERNELS, grouped, same};
+use crate::families::{KERNELS, flash, grouped, same};
 use crate::geometry::Geometry;
 use crate::kernel::{Arg, Kernel, Source};
 
@@ -38,19 +38,15 @@ macro_rules! variants {
     };
 }
 
-/// As in the table of kernels: queries or keys of a block, and its tiles in shared memory, of 16 bits.
-const fn flash(head_dim: u32, tiles: u32) -> Geometry {
-    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
-}
-
 #[rustfmt::skip] // A table: one variant, one line.
 variants! {
-    flash_forward_64 in flash_forward, "keys=64", flash(64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1;
-    flash_forward_64 in flash_forward, "keys=64, held", flash(64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1, FORWARD_64_HELD = 1;
-    flash_forward_64 in flash_forward, "keys=32, 1 block", flash(64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
-    flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
-    flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    flash_forward_64 in flash_forward, "keys=64", flash(128, 64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1;
+    flash_forward_64 in flash_forward, "keys=64, held", flash(128, 64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1, FORWARD_64_HELD = 1;
+    flash_forward_64 in flash_forward, "keys=32, 1 block", flash(128, 64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
+    flash_forward_128 in flash_forward, "keys=32", flash(128, 128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
+    flash_backward_q_64 in flash_backward, "keys=32", flash(128, 64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    flash_backward_q_128 in flash_backward, "keys=32", flash(128, 128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    flash_backward_q_256 in flash_backward, "queries=64", flash(64, 256, 2 * 64 + 4 * 16); BACKWARD_Q_256_SHARE = 2;
     grouped_tensor_forward_bf16 in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
     grouped_tensor_forward in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
     grouped_tensor_forward_bf16 in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;

@@ -180,10 +180,10 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     }
 
     let path = folder.join("refused.jsonl");
-    let long = "--set model.hidden_size=512 --set model.num_heads=2 --set model.num_layers=2 --set model.seq_len=8";
+    let long = "--set model.hidden_size=528 --set model.num_heads=2 --set model.num_layers=2 --set model.seq_len=8";
     let (code, out, err) = run(&format!("{long} --steps 1 --metrics {} --device cuda-emulated", path.display()));
     assert_eq!((code, &*out), (Some(2), ""), "{err}");
-    assert!(err.contains("attention of heads above 128: device cuda-emulated has no kernel for f32"), "{err}");
+    assert!(err.contains("attention of heads above 256: device cuda-emulated has no kernel for f32"), "{err}");
     assert!(!fs::read_to_string(&path).unwrap_or_default().contains("step"));
 }
 

@@ -51,7 +51,7 @@ const TUNED: &[Tuned] = &[
 const TOKENS: usize = 16_384;
 
 fn flash(device: &CudaDevice, kernel: &str, seq: usize) -> Result<Call, Error> {
-    let head_dim = if kernel.ends_with("_128") { 128 } else { 64 };
+    let head_dim = [256, 128].into_iter().find(|dim| kernel.ends_with(&format!("_{dim}"))).unwrap_or(64);
     let shape = if seq < 1024 {
         AttentionShape { batch: 1, seq, heads: 2, head_dim }
     } else {

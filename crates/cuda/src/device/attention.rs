@@ -17,8 +17,9 @@ use std::ops::Range;
 
 const OP: &str = "attention";
 
-/// The longest head that kernels take.
-const HEAD: usize = 128;
+/// The longest heads of each form of the kernels; no kernel takes longer ones.
+const HEADS: [usize; 3] = [64, 128, 256];
+const LONGEST: usize = HEADS[HEADS.len() - 1];
 
 /// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
 /// have 16 bits.
@@ -66,14 +67,37 @@ impl Operand for &Heads {
     }
 }
 
+/// A kernel for each of [`HEADS`].
+type Forms = [&'static str; HEADS.len()];
+
+/// The forms of a kernel, for each of [`Kernels`].
+macro_rules! forms {
+    ($name:literal) => {
+        [forms!("attention_", $name), forms!("flash_", $name), forms!("flash_dropout_", $name)]
+    };
+    ($of:literal, $name:literal) => {
+        [concat!($of, $name, "_64"), concat!($of, $name, "_128"), concat!($of, $name, "_256")]
+    };
+}
+
+/// The kernels that a call runs on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kernels {
+    /// In the CPU's order of sums.
+    Plain,
+    /// On tensor cores: with operands of bf16, and sums in an order of their own.
+    Flash,
+    /// The same with dropout.
+    FlashDropout,
+}
+
 /// A call of attention.
 #[derive(Clone, Copy)]
 struct Call<'a> {
     shape: GroupedShape,
     masks: AttentionMasks<'a>,
     packed: Option<&'a Packed>,
-    /// Whether it runs on tensor cores: with operands of bf16, and sums in an order of their own.
-    flash: bool,
+    on: Kernels,
 }
 
 /// Queries of a call that are one run of tokens: their first row, and the tokens.
@@ -100,13 +124,18 @@ impl Call<'_> {
 
     /// The type of the kernels' operands.
     fn dtype(&self) -> DType {
-        if self.flash { DType::Bf16 } else { DType::F32 }
+        if self.flash() { DType::Bf16 } else { DType::F32 }
     }
 
-    /// The kernel for heads of this length: for up to 64, or up to 128.
-    fn kernel(&self, flash: [&'static str; 2], plain: [&'static str; 2]) -> &'static str {
-        let kernels = if self.flash { flash } else { plain };
-        kernels[usize::from(self.shape.queries.head_dim > HEAD / 2)]
+    /// Whether it runs on tensor cores.
+    fn flash(&self) -> bool {
+        self.on != Kernels::Plain
+    }
+
+    /// Of the forms of a kernel, for each of [`Kernels`], the one for heads of this length.
+    fn kernel(&self, forms: [Forms; 3]) -> &'static str {
+        let longer = HEADS.iter().take(HEADS.len() - 1).filter(|most| self.shape.queries.head_dim > **most);
+        forms[self.on as usize][longer.count()]
     }
 }
 
@@ -124,15 +153,19 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 
 impl CudaDevice {
     /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
-    /// sums, know no masks but causal ones, and documents only where there are keys of all tokens.
+    /// sums, know no masks but causal ones and dropout, and documents only where there are keys of all tokens.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
         let known = packed.is_none() || shape.keys == shape.sequence;
         let plain = masks.is_plain() && masks.cap.is_none();
-        let flash = fast && known && plain && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
-        Call { shape, masks, packed, flash }
+        let on = match fast && known && plain && head_dim <= LONGEST && head_dim.is_multiple_of(8) {
+            true if drops => Kernels::FlashDropout,
+            true => Kernels::Flash,
+            false => Kernels::Plain,
+        };
+        Call { shape, masks, packed, on }
     }
 
     /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
@@ -150,27 +183,32 @@ impl CudaDevice {
         // A window of all keys that a query may see hides none.
         let all = run.tokens.end + reach.ahead;
         let window = reach.window.map_or(all, |window| window.min(all));
-        if head_dim > HEAD {
-            return Err(self.lacks("attention of heads above 128", DType::F32));
+        if head_dim > LONGEST {
+            return Err(self.lacks("attention of heads above 256", DType::F32));
         }
         let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
         args.extend([Argument::from(head_dim as i32), scale.into()]);
         let firsts = self.place_or_none(OP, call.packed.and_then(|packed| packed.firsts.as_ref()))?;
         let tokens = [keys, first_query, rows, window].map(Argument::from);
-        if call.flash {
-            args.push(firsts);
-            args.extend(tokens);
-            return Ok(args);
-        }
         let dropout = call.masks.dropout.copied();
         let (key, p) = dropout.map_or(([0, 0], 0.0), |dropout| (dropout.key.words(), dropout.p));
         let places = dropout.map_or([0; 3], |of| [of.first_sample, of.first_head, of.global_heads]);
-        args.extend(key.map(Argument::from));
-        args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
-        args.extend(places.map(|place| Argument::from(place as i64)));
+        let mut drops = key.map(Argument::from).to_vec();
+        drops.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
+        drops.extend(places.map(|place| Argument::from(place as i64)));
+        let of_sequence = [first_key, sequence].map(Argument::from);
+        if call.flash() {
+            args.push(firsts);
+            args.extend(tokens);
+            if call.on == Kernels::FlashDropout {
+                args.extend(drops.into_iter().chain(of_sequence));
+            }
+            return Ok(args);
+        }
+        args.extend(drops);
         args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
         args.extend(tokens);
-        args.extend([first_key, sequence].map(Argument::from));
+        args.extend(of_sequence);
         let cap = call.masks.cap.map_or([0.0; 2], |cap| [scale / cap as f32, cap as f32 / scale]);
         args.extend(cap.map(Argument::from));
         let slopes = call.masks.slopes.map(|slopes| self.kept_f32(slopes)).transpose()?;
@@ -197,7 +235,7 @@ impl CudaDevice {
     /// The gradient of the output in the type of the kernels, and its dots with the output. Counts the operations.
     fn read_back(&self, call: &Call<'_>, [dout, out]: [&Buffer; 2]) -> Result<[Buffer; 2]> {
         self.meter().add_flops(Work::Attention, call.shape.backward_flops(&call.masks));
-        let dots = self.dots(call.shape.queries, [dout, out], call.flash)?;
+        let dots = self.dots(call.shape.queries, [dout, out], call.flash())?;
         Ok([self.loaded(dout, call.dtype())?, dots])
     }
 
@@ -207,7 +245,7 @@ impl CudaDevice {
             return Ok([self.loaded(q, call.dtype())?, self.loaded(kv, call.dtype())?]);
         };
         // They are rotated in bf16 where tensor cores read them and they have it, and otherwise in f32.
-        let of = if call.flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
+        let of = if call.flash() && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
         let ([of_queries, of_keys], known) = (turned_rows(call), call.known());
         let (q, kv) = (self.rotated(rotary, known, q, &of_queries)?, self.rotated(rotary, known, kv, &of_keys)?);
@@ -220,8 +258,7 @@ impl CudaDevice {
         self.meter().add_flops(Work::Attention, call.shape.forward_flops(&call.masks));
         let lse = self.alloc(DType::F32, batch * count * seq)?;
         let out = self.room(call.dtype(), dtype, batch * seq * count * head_dim)?;
-        let flash = ["flash_forward_64", "flash_forward_128"];
-        let kernel = call.kernel(flash, ["attention_forward_64", "attention_forward_128"]);
+        let kernel = call.kernel(forms!("forward"));
         let (out_at, lse_at) = (self.place(OP, &out)?, self.place(OP, &lse)?);
         for run in call.runs() {
             let out_at = out_at.offset(call.dtype().size() * call.skipped(&run));
@@ -248,14 +285,12 @@ impl CudaDevice {
             [self.place(OP, lse)?, self.place(OP, dots)?].map(|at| at.offset(DType::F32.size() * run.row));
         let (heads, into) = (heads.after(run, call.dtype()), into.after(run, call.dtype()));
         let ending = self.ending(call, run, &heads)?;
-        let flash = ["flash_backward_q_64", "flash_backward_q_128"];
-        let kernel = call.kernel(flash, ["attention_backward_q_64", "attention_backward_q_128"]);
+        let kernel = call.kernel(forms!("backward_q"));
         launch!(self, OP, kernel, [batch * count, run.tokens.len()];
             &heads, dout, lse, dots, into.q, into.q_row, &ending[..]
         )?;
-        let flash = ["flash_backward_kv_64", "flash_backward_kv_128"];
-        let kernel = call.kernel(flash, ["attention_backward_kv_64", "attention_backward_kv_128"]);
-        let items = batch * count / if call.flash { heads.group } else { 1 };
+        let kernel = call.kernel(forms!("backward_kv"));
+        let items = batch * count / if call.flash() { heads.group } else { 1 };
         launch!(self, OP, kernel, [items, call.shape.keys];
             &heads, dout, lse, dots, into.k, into.v, into.kv_row, &ending[..]
         )
@@ -275,7 +310,7 @@ impl CudaDevice {
         let AttentionShape { batch, heads, head_dim, .. } = queries;
         let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
         let ([_, of_keys], known) = (turned_rows(call), call.known());
-        let as_written = call.flash && dtype == DType::Bf16;
+        let as_written = call.flash() && dtype == DType::Bf16;
         // The shares of several runs are added in f32 and rounded once, unless tensor cores write bf16.
         let in_f32 = !as_written && dtype.is_half() && call.runs().nth(1).is_some();
         // A share that is no result is not counted by the meter.
@@ -293,10 +328,10 @@ impl CudaDevice {
         }
         let mut dkv = room(DType::F32)?;
         // On tensor cores of each head of keys and values, else of each head of queries, before a group is summed.
-        let (of_heads, of_group, first) = if call.flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
+        let (of_heads, of_group, first) = if call.flash() { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
         let each = rows * of_heads * head_dim;
         let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
-        if call.flash {
+        if call.flash() {
             let mut half = self.scratch(DType::Bf16, 2 * each)?;
             self.zero(&mut half, 0..2 * each)?;
             let k = self.place(OP, &half)?;
@@ -416,7 +451,7 @@ impl Attention for CudaDevice {
             });
         }
         // Gradients of queries turn back in f32, unless they have bf16.
-        let wide = call.flash && dtype != DType::Bf16;
+        let wide = call.flash() && dtype != DType::Bf16;
         let mut dq = of_kernels;
         if wide {
             let halves = std::mem::replace(&mut dq, self.room(DType::F32, dtype, q.count())?);
@@ -444,7 +479,7 @@ impl Attention for CudaDevice {
     ) -> Result<()> {
         self.storage(OP, &[dout, q, kv, out])?;
         let packed = self.packed(shape, masks)?;
-        let call = Call { flash: false, ..self.call(shape, masks, packed.as_ref()) };
+        let call = Call { on: Kernels::Plain, ..self.call(shape, masks, packed.as_ref()) };
         self.meter().add_flops(Work::Attention, shape.forward_flops(&masks));
         let [read_q, read_kv, read_dout] =
             [self.loaded(q, DType::F32)?, self.loaded(kv, DType::F32)?, self.loaded(dout, DType::F32)?];

@@ -405,17 +405,21 @@ fn grouped_attention_has_the_cpus_bits() {
     if level() < Level::Avx2 {
         return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
     }
-    let queries = AttentionShape { batch: 2, seq: 19, heads: 6, head_dim: 10 };
-    for (group, kv_heads, first_kv_head, rotary) in
-        [(1, 6, 0, None), (3, 4, 1, Some(Rotary::new(100.0))), (2, 3, 0, None)]
-    {
+    for (head_dim, group, kv_heads, first_kv_head, rotary) in [
+        (10, 1, 6, 0, None),
+        (10, 3, 4, 1, Some(Rotary::new(100.0))),
+        (10, 2, 3, 0, None),
+        (256, 6, 1, 0, Some(Rotary::new(100.0))),
+    ] {
+        let queries = AttentionShape { batch: 2, seq: 19, heads: 6, head_dim };
         let shape = GroupedShape { group, kv_heads, first_kv_head, rotary, ..GroupedShape::alone(queries) };
         let rows = queries.batch * queries.seq;
-        let (q, kv) = (values("q", rows * 60), values("kv", rows * 20 * kv_heads));
+        let (width, kv_width) = (6 * head_dim, 2 * head_dim * kv_heads);
+        let (q, kv, dout) = (values("q", rows * width), values("kv", rows * kv_width), values("dout", rows * width));
         same("grouped attention", |device, up| {
             let (of, q, kv, masks) = (device.attention()?, up(&q), up(&kv), AttentionMasks::default());
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
-            let (dq, dkv) = of.grouped_grad(shape, &up(&values("dout", rows * 60)), &q, &kv, &out, &lse, masks)?;
+            let (dq, dkv) = of.grouped_grad(shape, &up(&dout), &q, &kv, &out, &lse, masks)?;
             Ok(vec![out, lse, dq, dkv])
         });
     }
@@ -533,21 +537,24 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     }
 }
 
-/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents. Dropout keeps the
-/// CPU's bits, on other kernels.
+/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents, with dropout of
+/// the same elements.
 #[test]
 fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
-    let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim: 16 };
-    let (rows, places) = (queries.batch * queries.seq, positions(queries.seq));
-    let (q, kv, dout) = (values("q", rows * 64), values("kv", rows * 96), values("dout", rows * 64));
-    let qkv = values("qkv", rows * 192);
     let runs = [80..150, 3..33, 34..84];
-    let run = |device: &dyn Device, apart: Option<bool>, window: Option<usize>| -> Result<Vec<Buffer>> {
+    let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
+    let run = |device: &dyn Device, (head_dim, drops, apart, window): (usize, bool, Option<bool>, Option<usize>)| {
+        let dropout = drops.then_some(&dropout);
+        let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim };
+        let (rows, places, width) = (queries.batch * queries.seq, positions(queries.seq), 4 * head_dim);
+        let (q, kv, dout) =
+            (values("q", rows * width), values("kv", rows * 6 * head_dim), values("dout", rows * width));
+        let qkv = values("qkv", rows * 3 * width);
         let of = device.attention()?;
         let up = |host: &Buffer| device.upload(host);
         let (q, kv, qkv, dout, positions) = (up(&q)?, up(&kv)?, up(&qkv)?, up(&dout)?, up(&places)?);
         let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
-        let masks = AttentionMasks { documents, window, ..AttentionMasks::default() };
+        let masks = AttentionMasks { dropout, documents, window, ..AttentionMasks::default() };
         let (heads, rotary) = (GroupedShape::alone(queries), Some(Rotary::new(100.0)));
         let shape = GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..heads };
         let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
@@ -558,20 +565,26 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let (some, some_lse) = of.grouped(shape, &q, &kv, of_runs)?;
         let (some_dq, some_dkv) = of.grouped_grad(shape, &dout, &q, &kv, &some, &some_lse, of_runs)?;
         let whole = [out, lse, dq, dkv, fused, fused_lse, dqkv];
-        whole.iter().chain(&[some, some_lse, some_dq, some_dkv]).map(|result| device.download(result)).collect()
+        let all = whole.iter().chain(&[some, some_lse, some_dq, some_dkv]).map(|result| device.download(result));
+        all.collect::<Result<Vec<Buffer>>>()
     };
-    for (apart, window) in
-        [(None, None), (Some(false), None), (Some(true), None), (Some(true), Some(70)), (None, Some(33))]
-    {
+    for case in [
+        (16, false, None, None),
+        (16, false, Some(false), None),
+        (16, false, Some(true), None),
+        (16, false, Some(true), Some(70)),
+        (16, false, None, Some(33)),
+        (16, true, Some(true), None),
+        (136, false, None, Some(70)),
+    ] {
         let Some(driver) = driver(Order::Seeded(31)) else { return };
         let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
-        let (got, want) =
-            (run(&device, apart, window).unwrap(), run(&Cpu::new(Precision::F32), apart, window).unwrap());
+        let (got, want) = (run(&device, case).unwrap(), run(&Cpu::new(Precision::F32), case).unwrap());
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
             let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
-            assert!(error > 0.0 && error < 1e-2, "result {i}, documents {apart:?}, window {window:?}: {error:e}");
+            assert!(error > 0.0 && error < 1e-2, "result {i} of {case:?}: {error:e}");
         }
     }
 }
