@@ -68,9 +68,10 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
     for i in 0..R {
         _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row).cast());
     }
-    let (mut a, mut b) = (tile.a, tile.b);
+    let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
     let mut sums = [[_mm256_setzero_ps(); V]; R];
     for _ in 0..tile.words {
+        _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
         let mut row = [_mm256_setzero_ps(); V];
         for (v, vector) in row.iter_mut().enumerate() {
             // SAFETY: this row of B, whose last vector is masked unless it is full.
@@ -84,6 +85,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
             }
         }
         (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+        ahead = ahead.wrapping_add(tile.ahead.1);
     }
     for (i, sums) in sums.into_iter().enumerate() {
         for (v, sum) in sums.into_iter().enumerate() {
