@@ -12,9 +12,19 @@ const CACHES: &str = "/sys/devices/system/cpu/cpu0/cache";
 const COMMON: usize = 1 << 20;
 
 /// Columns of B packed at a time on this CPU, at most [`N_BLOCK`]. Read once.
-pub(in super::super) fn block_columns() -> usize {
+pub(super) fn block_columns() -> usize {
+    #[cfg(test)]
+    if let Some(columns) = IN_TEST.get() {
+        return columns;
+    }
     static COLUMNS: OnceLock<usize> = OnceLock::new();
     *COLUMNS.get_or_init(|| columns_in(second_level(Path::new(CACHES)).unwrap_or(COMMON)))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The [`block_columns`] of a CPU with another cache, for the products of this thread.
+    pub(super) static IN_TEST: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
 }
 
 /// Columns whose [`K_BLOCK`] terms take at most three quarters of a cache of so many bytes: A, C and the prefetched

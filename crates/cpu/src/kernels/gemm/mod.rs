@@ -484,6 +484,30 @@ impl<M: Micro> Micro for Rounded<M> {
             vector.iter_mut().for_each(|x| *x = rounded(*x));
         });
     }
+
+    unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
+        let Strip { from, lanes, k, apart, .. } = strip;
+        // Rows stay rows, because a transpose would cost more than the rounding.
+        for lane in 0..lanes {
+            // SAFETY: the place of this row: `lanes` rows of k words are fewer than k vectors.
+            let to = unsafe { std::slice::from_raw_parts_mut(to.add(lane * k), k) };
+            // SAFETY: the contiguous elements of a lane, in both kinds.
+            unsafe {
+                match from.from(lane * apart) {
+                    Elements::Full(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| *x),
+                    Elements::Rounded(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| {
+                        f32::from_bits(u32::from(x.to_bits()) << 16)
+                    }),
+                }
+            }
+        }
+        (k, 1)
+    }
+}
+
+/// Writes the elements of a row, widened by `f`, as [`rounded`].
+fn round_row<T>(from: &[T], to: &mut [f32], f: impl Fn(&T) -> f32) {
+    wide!(to.iter_mut().zip(from).for_each(|(to, x)| *to = rounded(f(x))));
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
