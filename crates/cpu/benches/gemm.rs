@@ -1,7 +1,9 @@
 //! GFLOP/s of the products of a training step, per preset, layer, pass and precision.
 //!
 //! Run with `cargo bench -p meshwork-cpu --bench gemm [-- WORD..]`, for the products with every word in their names,
-//! such as `small dw f32`. Three columns, median and best of each:
+//! such as `small dw f32`. `MESHWORK_SIMD=avx2` measures the products of narrower vectors. Three columns, median and
+//! best of each, and the share of the peak in f32: the best run over the best run of a loop of fused multiply-adds in
+//! registers, on as many threads, one after each product.
 //!
 //! - `alone`: one thread, always with the same operands, which are in the caches as far as they fit;
 //! - `shared`: the same by all threads (`MESHWORK_THREADS` or the cores);
@@ -17,10 +19,12 @@
 //! with a peer's. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
 
 use bytemuck::Pod;
+use meshwork_core::simd::{Level, level, wide};
 use meshwork_core::{Block, pool};
 use meshwork_cpu::kernels::matmul::{Epilogue, Factors, MatmulOperand, Strides, Update, gemm, gemm_shared};
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_tensor::Precision;
+use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
@@ -63,8 +67,8 @@ fn main() {
         |name: &str| args.iter().filter(|arg| !arg.starts_with('-')).all(|arg| name.split(' ').any(|word| word == arg));
     let json = args.iter().any(|arg| arg == "--json");
     if !json {
-        println!("GFLOP/s, median (best); {} threads share", pool::threads());
-        println!("{:26} {:>18} {:>11} {:>11} {:>11}", "", "m x n x k", "alone", "shared", "cold");
+        println!("GFLOP/s, median (best) share of the peak; {} threads share; {:?}", pool::threads(), level());
+        println!("{:26} {:>18} {:>19} {:>19} {:>19}", "", "m x n x k", "alone", "shared", "cold");
     }
     for (preset, tokens, hidden, vocabulary) in PRESETS {
         for (layer, outputs, inputs, then) in LAYERS {
@@ -91,10 +95,10 @@ fn main() {
                     } else {
                         let rates = product.rates(full, [Column::Alone, Column::Shared, Column::Cold]);
                         let [alone, shared, cold] =
-                            rates.map(|Rate { median, best }| format!("{median:.1} ({best:.1})"));
+                            rates.map(|Rate { median, best, share }| format!("{median:.1} ({best:.1}) {share:.3}"));
                         let [m, n, k] = dims;
                         let shape = format!("{m}x{n}x{k}");
-                        println!("{name:26} {shape:>18} {alone:>11} {shared:>11} {cold:>11}");
+                        println!("{name:26} {shape:>18} {alone:>19} {shared:>19} {cold:>19}");
                     }
                 }
             }
@@ -126,6 +130,8 @@ struct Product {
 struct Rate {
     median: f64,
     best: f64,
+    /// The best as a share of the peak.
+    share: f64,
 }
 
 /// How a product is timed, see above.
@@ -156,7 +162,8 @@ impl Product {
         let b_strides = if self.pass == "y" { (1, k) } else { (n, 1) };
         columns.map(|column| {
             let copies = if column == Column::Cold { sets.len() } else { 1 };
-            self.rate(budget, |turn| {
+            let threads = if column == Column::Alone { 1 } else { pool::threads() };
+            self.rate(budget, threads, |turn| {
                 let [a, b, c, out] = &mut sets[turn % copies];
                 let (a, b, c) = (factor(a, a_strides, a_rounded), factor(b, b_strides, b_rounded), cast_mut(c));
                 let factors = Factors { precision: self.precision, dims: self.dims, a, b };
@@ -174,22 +181,56 @@ impl Product {
         })
     }
 
-    /// The rate of a product that runs for a while, at least once. It gets the number of its earlier runs.
-    fn rate(&self, budget: Duration, mut product: impl FnMut(usize)) -> Rate {
+    /// The rate of a product that runs on `threads` threads for a while, at least once. It gets the number of its
+    /// earlier runs.
+    fn rate(&self, budget: Duration, threads: usize, mut product: impl FnMut(usize)) -> Rate {
         if !budget.is_zero() {
             product(0); // warms buffers, and caches if they can be
         }
-        let (begun, mut times) = (Instant::now(), Vec::new());
+        let (begun, mut times, mut peak) = (Instant::now(), Vec::new(), 0.0_f64);
         while times.is_empty() || begun.elapsed() < budget {
             let start = Instant::now();
             product(times.len() + 1);
             times.push(start.elapsed());
+            peak = peak.max(peak_of(threads, if budget.is_zero() { 1 } else { ROUNDS }));
         }
         times.sort();
         let flops = 2.0 * self.dims.iter().product::<usize>() as f64;
         let rate = |time: Duration| flops / time.as_nanos().max(1) as f64;
-        Rate { median: rate(times[times.len() / 2]), best: rate(times[0]) }
+        let best = rate(times[0]);
+        Rate { median: rate(times[times.len() / 2]), best, share: best / peak }
     }
+}
+
+/// Fused multiply-adds in a chain of the loop that measures the peak: some 50 µs.
+const ROUNDS: usize = 30_000;
+
+/// Independent chains, enough to hide the latency of an instruction; with both factors they stay in 16 registers.
+const CHAINS: usize = 10;
+
+/// GFLOP/s of fused multiply-adds in registers, on `threads` threads at once.
+fn peak_of(threads: usize, rounds: usize) -> f64 {
+    let lanes = if level() == Level::Avx512 { 16 } else { 8 };
+    let start = Instant::now();
+    pool::for_each(0..threads, |_| if lanes == 16 { chains::<16>(rounds) } else { chains::<8>(rounds) });
+    let flops = 2 * threads * rounds * CHAINS * lanes;
+    flops as f64 / start.elapsed().as_nanos().max(1) as f64
+}
+
+/// Chains of fused multiply-adds of vectors of so many lanes.
+fn chains<const LANES: usize>(rounds: usize) {
+    let (x, y) = black_box(([0.5_f32; LANES], [1.0_f32; LANES]));
+    black_box(wide!({
+        let mut sums = [[0.0_f32; LANES]; CHAINS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                for l in 0..LANES {
+                    sum[l] = sum[l].mul_add(x[l], y[l]);
+                }
+            }
+        }
+        sums
+    }));
 }
 
 /// `len` numbers between -0.5 and 0.5, in `f32` or rounded.

@@ -23,6 +23,7 @@ use super::rows::dot;
 #[cfg(target_arch = "x86_64")]
 use super::rows::dot_avx512;
 use super::stored::StoredAs;
+use meshwork_core::simd::wide;
 use meshwork_tensor::Precision;
 use std::ops::Range;
 
@@ -384,7 +385,7 @@ fn as_it_lies<T>(_: [usize; 2], _: Rows<&[T]>, _: Rows<&mut [T]>) {
 fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
     for i in 0..rows {
         let (from, to) = (&from[i * row..][..terms], &mut to[i * to_row..][..terms]);
-        to.iter_mut().zip(from).for_each(|(to, &x)| *to = rounded(x));
+        wide!(to.iter_mut().zip(from).for_each(|(to, &x)| *to = rounded(x)));
     }
 }
 

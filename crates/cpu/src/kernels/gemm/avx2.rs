@@ -4,6 +4,7 @@
 //! mask, so tiles at the right edge, whose last vector is masked, are separate functions.
 
 use super::{Elements, Micro, Strip, Tile};
+use half::bf16;
 use std::arch::x86_64::*;
 
 /// Floats of a vector.
@@ -30,7 +31,12 @@ impl Micro for Avx2 {
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { pack(strip, to, step) }
+        unsafe {
+            match strip.from {
+                Elements::Full(_) => pack(strip, to, step),
+                Elements::Rounded(from) => widen(strip, from, to, step),
+            }
+        }
     }
 }
 
@@ -62,9 +68,10 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
     for i in 0..R {
         _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row).cast());
     }
-    let (mut a, mut b) = (tile.a, tile.b);
+    let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
     let mut sums = [[_mm256_setzero_ps(); V]; R];
     for _ in 0..tile.words {
+        _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
         let mut row = [_mm256_setzero_ps(); V];
         for (v, vector) in row.iter_mut().enumerate() {
             // SAFETY: this row of B, whose last vector is masked unless it is full.
@@ -78,6 +85,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
             }
         }
         (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+        ahead = ahead.wrapping_add(tile.ahead.1);
     }
     for (i, sums) in sums.into_iter().enumerate() {
         for (v, sum) in sums.into_iter().enumerate() {
@@ -126,6 +134,16 @@ unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), 
             *x = unsafe { _mm_maskload_ps(from.add(lane * apart), mask) };
         }
     }
+    // SAFETY: the packed form of these lanes.
+    unsafe { store_columns(x, k, to, step) }
+}
+
+/// Stores the first `k` columns of a matrix of 8 by 4, `step` words apart.
+///
+/// # Safety
+/// `to` is writable for them.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn store_columns(x: [__m128; LANES], k: usize, to: *mut f32, step: usize) {
     let mut y = [_mm256_setzero_ps(); 4];
     for (p, y) in y.iter_mut().enumerate() {
         *y = _mm256_set_m128(x[4 + p], x[p]);
@@ -142,6 +160,65 @@ unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), 
         if l < k {
             // SAFETY: vector l of the packed form.
             unsafe { _mm256_storeu_ps(to.add(l * step), *vector) };
+        }
+    }
+}
+
+/// [`Micro::pack`] of elements stored in `bf16`, which begin at `from`, as `f32`.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
+    let Strip { lanes, k, apart, along, .. } = strip;
+    if apart == 1 {
+        for l in 0..k {
+            // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
+            unsafe {
+                let wide = _mm256_cvtepu16_epi32(first_halves(from.add(l * along), lanes));
+                _mm256_storeu_ps(to.add(l * step), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)));
+            }
+        }
+    } else if along == 1 {
+        for l in (0..k).step_by(4) {
+            let terms = (k - l).min(4);
+            let mut x = [_mm_setzero_ps(); LANES];
+            for (lane, x) in x.iter_mut().enumerate() {
+                if lane < lanes {
+                    // SAFETY: terms of this lane.
+                    let wide = _mm_cvtepu16_epi32(unsafe { first_halves(from.add(l + lane * apart), terms) });
+                    *x = _mm_castsi128_ps(_mm_slli_epi32::<16>(wide));
+                }
+            }
+            // SAFETY: the packed form of these terms.
+            unsafe { store_columns(x, terms, to.add(l * step), step) };
+        }
+    } else {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { strip.gather::<LANES>(to, step) }
+    }
+}
+
+/// `len` elements of 16 bits, at least one and at most 8, then zeros.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn first_halves(from: *const bf16, len: usize) -> __m128i {
+    // SAFETY: loads of 8, of 4, and of single elements, which end with the last one.
+    unsafe {
+        match len {
+            LANES.. => _mm_loadu_si128(from.cast()),
+            4.. => {
+                // The last four, without those that are among the first four.
+                let last = _mm_loadl_epi64(from.add(len - 4).cast());
+                let rest = _mm_srl_epi64(last, _mm_cvtsi64_si128(16 * (LANES - len) as i64));
+                _mm_unpacklo_epi64(_mm_loadl_epi64(from.cast()), rest)
+            }
+            _ => {
+                let word = (0..len).fold(0, |word, at| word | i64::from((*from.add(at)).to_bits()) << (16 * at));
+                _mm_cvtsi64_si128(word)
+            }
         }
     }
 }

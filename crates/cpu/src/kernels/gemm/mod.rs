@@ -23,7 +23,7 @@
 //! # The work
 //!
 //! ```text
-//! for each block of N_BLOCK columns
+//! for each block of columns, as many as the L2 cache holds
 //!   for each block of K_BLOCK terms
 //!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, in place)
 //!     for each panel of A, as high as a tile
@@ -95,10 +95,12 @@ macro_rules! packed {
 pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
+mod cache;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests;
 
 use super::update::{Strides, Update};
+use cache::block_columns;
 use half::bf16;
 use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
@@ -115,8 +117,8 @@ use {
 /// Terms summed in registers before they are added to C. Part of the definition of the bits.
 pub(super) const K_BLOCK: usize = 256;
 
-/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's
-/// width.
+/// Most columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's
+/// width. [`block_columns`] says how many this CPU packs.
 pub(super) const N_BLOCK: usize = 768;
 
 /// Up to this many rows of A, the cost of a product is reading B. A tile's width of B is packed for all terms, so that
@@ -342,11 +344,12 @@ pub(super) struct PackedPart {
 
 /// The pieces of a packed `[k, n]` and their lengths in words, in memory order.
 ///
-/// Blocks of `N_BLOCK` columns contain blocks of `K_BLOCK` terms, which contain panels as wide as a tile.
+/// Blocks of [`block_columns`] contain blocks of `K_BLOCK` terms, which contain panels as wide as a tile.
 pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (PackedPart, usize)> {
+    let at_once = block_columns();
     let blocks = move |block: usize| (0..k).step_by(K_BLOCK).map(move |l| (block, l));
     let piece = move |(block, l): (usize, usize)| {
-        let end = n.min(block + N_BLOCK);
+        let end = n.min(block + at_once);
         (block..end).step_by(PIECE).map(move |j| PackedPart {
             l,
             k: K_BLOCK.min(k - l),
@@ -354,7 +357,7 @@ pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Pa
             columns: PIECE.min(end - j),
         })
     };
-    let all = (0..n).step_by(N_BLOCK).flat_map(blocks).flat_map(piece);
+    let all = (0..n).step_by(at_once).flat_map(blocks).flat_map(piece);
     all.map(move |piece| (piece, path.words([piece.k, piece.columns])))
 }
 
@@ -374,12 +377,11 @@ pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: PackedPart,
 #[inline(always)]
 pub(super) fn rounded(x: f32) -> f32 {
     let bits = x.to_bits();
-    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-    f32::from_bits(match bits & 0x7fff_ffff {
-        0x7f80_0001.. => bits & 0xffff_0000 | 0x0040_0000,
-        ..0x0080_0000 => bits & 0x8000_0000,
-        _ => up & 0xffff_0000,
-    })
+    // Without branches, so that the compiler makes few vector instructions of it.
+    let half = if x.is_nan() { 0 } else { 0x7fff + (bits >> 16 & 1) };
+    let quiet = if x.is_nan() { 0x0040_0000 } else { 0 };
+    let normal = if bits & 0x7f80_0000 == 0 { 0x8000_0000 } else { !0 };
+    f32::from_bits((bits.wrapping_add(half) & 0xffff_0000 | quiet) & normal)
 }
 
 /// [`rounded`], for each element.
@@ -473,16 +475,39 @@ impl<M: Micro> Micro for Rounded<M> {
     }
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
-        // SAFETY: the caller's promise; only the vectors just packed are rounded. Already rounded elements need this
-        // for subnormals.
-        unsafe {
-            M::pack(strip, to, step);
-            for l in 0..strip.k {
-                let vector = std::slice::from_raw_parts_mut(to.add(l * step), M::LANES);
-                vector.iter_mut().for_each(|x| *x = rounded(*x));
+        // SAFETY: the caller's promise, passed on.
+        unsafe { M::pack(strip, to, step) };
+        // Only the vectors just packed. Already rounded elements need this for subnormals.
+        wide!(for l in 0..strip.k {
+            // SAFETY: vector l, just written.
+            let vector = unsafe { std::slice::from_raw_parts_mut(to.add(l * step), M::LANES) };
+            vector.iter_mut().for_each(|x| *x = rounded(*x));
+        });
+    }
+
+    unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
+        let Strip { from, lanes, k, apart, .. } = strip;
+        // Rows stay rows, because a transpose would cost more than the rounding.
+        for lane in 0..lanes {
+            // SAFETY: the place of this row: `lanes` rows of k words are fewer than k vectors.
+            let to = unsafe { std::slice::from_raw_parts_mut(to.add(lane * k), k) };
+            // SAFETY: the contiguous elements of a lane, in both kinds.
+            unsafe {
+                match from.from(lane * apart) {
+                    Elements::Full(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| *x),
+                    Elements::Rounded(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| {
+                        f32::from_bits(u32::from(x.to_bits()) << 16)
+                    }),
+                }
             }
         }
+        (k, 1)
     }
+}
+
+/// Writes the elements of a row, widened by `f`, as [`rounded`].
+fn round_row<T>(from: &[T], to: &mut [f32], f: impl Fn(&T) -> f32) {
+    wide!(to.iter_mut().zip(from).for_each(|(to, x)| *to = rounded(f(x))));
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
@@ -647,7 +672,7 @@ impl<F: Finish<f32>> Product<F> {
         PACKED.with_borrow_mut(|[packed_a, packed_b]| {
             let at_once = match self.b {
                 Operand::Strided(b) if self.m <= FEW_ROWS && b.row == 1 => 2 * M::LANES,
-                _ => N_BLOCK,
+                _ => block_columns(),
             };
             for j in (0..self.n).step_by(at_once) {
                 let columns = (self.n - j).min(at_once);
@@ -677,7 +702,7 @@ impl<F: Finish<f32>> Product<F> {
         let step = 2 * M::LANES;
         match self.b {
             Operand::Packed(start, [all_k, all_n]) => {
-                let block = M::columns((all_n - j).min(N_BLOCK));
+                let block = M::columns((all_n - j).min(block_columns()));
                 let words = M::words((all_k - l).min(K_BLOCK));
                 let start = start.wrapping_add(j * M::words(all_k) + block * (l / M::TERMS));
                 Panels { start, step, panel: step * words }

@@ -305,6 +305,23 @@ fn wide_products_have_the_bits_of_the_definition() {
     }
 }
 
+/// CPUs with smaller caches pack fewer columns at a time.
+#[test]
+fn blocks_for_smaller_caches_have_the_bits_of_the_definition() {
+    let mut choices = Choices(8);
+    for (block, n) in [(PIECE, PIECE + 1), (PIECE, 3 * PIECE + 33), (2 * PIECE, 2 * PIECE - 1), (2 * PIECE, N_BLOCK)] {
+        cache::IN_TEST.set(Some(block));
+        for (m, k) in [(5, 300), (29, 257), (40, 17)] {
+            let case = Case::new(choices.precision(), [m, n, k]);
+            for path in paths(case.precision).repeat(3) {
+                let update = choices.update();
+                let got = case.whole(path, update, &mut choices);
+                check_definition(&case, &got, path, update, &mut choices);
+            }
+        }
+    }
+}
+
 /// Sums of at most `K_BLOCK` products, each term rounded at most that often, then the sums of the blocks and the old
 /// value: with `t` roundings, the error is at most `t u / (1 - t u)` times the sum of the magnitudes, `u = 2^-24`
 /// (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
