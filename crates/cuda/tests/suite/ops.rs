@@ -564,9 +564,8 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let of_runs = AttentionMasks { runs: Some(&runs), ..masks };
         let (some, some_lse) = of.grouped(shape, &q, &kv, of_runs)?;
         let (some_dq, some_dkv) = of.grouped_grad(shape, &dout, &q, &kv, &some, &some_lse, of_runs)?;
-        let whole = [out, lse, dq, dkv, fused, fused_lse, dqkv];
-        let all = whole.iter().chain(&[some, some_lse, some_dq, some_dkv]).map(|result| device.download(result));
-        all.collect::<Result<Vec<Buffer>>>()
+        let results = [out, lse, dq, dkv, fused, fused_lse, dqkv, some, some_lse, some_dq, some_dkv];
+        results.iter().map(|result| device.download(result)).collect::<Result<Vec<Buffer>>>()
     };
     for case in [
         (16, false, None, None),
