@@ -41,6 +41,20 @@ pub enum MpiError {
         /// The level that it grants.
         granted: &'static str,
     },
+    /// The processes did not find each other.
+    #[error("{place}: {problem}")]
+    Meeting {
+        /// This process.
+        place: String,
+        /// What went wrong.
+        problem: String,
+    },
+    /// There is no library that adds up.
+    #[error("{library}, which take no sums: use comm.reduction = \"tree\"")]
+    NoSums {
+        /// How the processes are connected.
+        library: String,
+    },
     /// Something else in this process uses the library.
     #[error("{library} {problem}: a process initialises MPI once")]
     Used {

@@ -17,11 +17,13 @@
 //!   collective to another one says what it does, so ranks in different operations are found where they meet.
 //! - **What ranks of a process have in common leaves it once**: they add up, and hand on, through memory.
 //! - **Operations own their memory**: large messages are written into the output, and sent from the input, in place.
+//! - **Without MPI** connections over TCP carry the same messages: see [`Meeting`].
 //! - **Faults** have the words of threads: see the module `judge`.
 //!
 //! Unsafe code: `library` calls MPI; `wire` keeps its requests' memory; `ground` hands out disjoint parts of a buffer.
 
 mod block;
+mod carrier;
 mod cells;
 mod communicator;
 mod cores;
@@ -32,15 +34,18 @@ mod ground;
 mod judge;
 mod library;
 mod life;
+mod meeting;
 mod native;
 mod packet;
 mod pause;
 mod plan;
 mod port;
 mod runtime;
+mod sockets;
 mod wire;
 
 pub use error::MpiError;
 pub use library::{Kind, Library};
+pub use meeting::Meeting;
 pub use native::Reduction;
 pub use runtime::{Options, Runtime, join};

@@ -13,11 +13,12 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, EAGER, ROOM};
+use crate::carrier::{Carrier, Event};
 use crate::ground::Ground;
 use crate::native::{Reduction, Sum};
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
 use crate::pause::{Drivers, Pause};
-use crate::wire::{self, Event, Wire};
+use crate::wire;
 
 /// How long processes that are alive may take to end.
 const LAST: Duration = Duration::from_secs(5);
@@ -67,8 +68,8 @@ pub(crate) trait Station: Send + Sync {
 pub(crate) struct Port {
     pub(crate) layout: Layout,
     pub(crate) reduction: Reduction,
-    /// None if there is no other process, or MPI has ended.
-    wire: Mutex<Option<Wire<Landing>>>,
+    /// None if there is no other process, or the connection has ended.
+    wire: Mutex<Option<Box<dyn Carrier<Landing>>>>,
     desk: Mutex<Desk>,
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
@@ -137,7 +138,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Port {
-    pub(crate) fn new(layout: Layout, reduction: Reduction, wire: Option<Wire<Landing>>) -> Port {
+    pub(crate) fn new(layout: Layout, reduction: Reduction, wire: Option<Box<dyn Carrier<Landing>>>) -> Port {
         let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
         let crowd = AtomicU32::new(crowd(layout.processes * layout.ranks_per_process));
         Port { layout, reduction, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
@@ -149,7 +150,7 @@ impl Port {
         if process == self.layout.process {
             self.deliver(Arrival::Told(head));
         } else if let Some(wire) = lock(&self.wire).as_mut() {
-            self.first(wire, process, cover(&Cover::Head(head)));
+            self.first(&mut **wire, process, cover(&Cover::Head(head)));
         }
     }
 
@@ -171,14 +172,14 @@ impl Port {
         let mut block = wire::framed(PART, part.len() + with_it.len());
         part.write(far, &mut block);
         block.push(with_it);
-        self.first(wire, process, block);
+        self.first(&mut **wire, process, block);
         if let Some((_, tag, _)) = far {
             wire.large(process, tag, bytes);
         }
     }
 
     /// Sends a first message, or where it is too long, another one that says so.
-    fn first(&self, wire: &mut Wire<Landing>, process: usize, block: Block) {
+    fn first(&self, wire: &mut dyn Carrier<Landing>, process: usize, block: Block) {
         if block.len() <= ROOM {
             return wire.first(process, block);
         }
@@ -196,22 +197,22 @@ impl Port {
 
     /// The library will take this sum of a group.
     pub(crate) fn announce(&self, group: (u64, u64), seq: u64) {
-        if let Some(wire) = lock(&self.wire).as_mut() {
-            wire.natives.announce(group, seq);
+        if let Some(natives) = lock(&self.wire).as_mut().and_then(|wire| wire.natives()) {
+            natives.announce(group, seq);
         }
     }
 
     /// Has the library take a sum of members in these processes, for a rank.
     pub(crate) fn sum(&self, sum: Sum<Landing>, processes: impl FnOnce() -> Vec<usize>) {
-        if let Some(wire) = lock(&self.wire).as_mut() {
-            wire.natives.start(sum, processes);
+        if let Some(natives) = lock(&self.wire).as_mut().and_then(|wire| wire.natives()) {
+            natives.start(sum, processes);
         }
     }
 
     /// Receives bytes that nobody wants, so that their sender need not keep them.
     pub(crate) fn discard(&self, body: Body) {
         if let (Body::Far { process, tag, bytes }, Some(wire)) = (body, lock(&self.wire).as_mut()) {
-            discard(wire, process, tag, bytes);
+            discard(&mut **wire, process, tag, bytes);
         }
     }
 
@@ -256,7 +257,7 @@ impl Port {
             // Another program than this one; the handshake of a run tells it.
             _ => {}
         };
-        let any = wire.poll(|event| match event {
+        let any = wire.poll(&mut |event| match event {
             Event::First(message) => opened(message),
             Event::Landed(Landing::Rank(inbox, number), claim) => {
                 lock(&inbox).push_back(Arrival::Landed(number, claim))
@@ -280,7 +281,7 @@ impl Port {
         }
         for body in unwanted {
             if let Body::Far { process, tag, bytes } = body {
-                discard(wire, process, tag, bytes);
+                discard(&mut **wire, process, tag, bytes);
             }
         }
         any
@@ -306,8 +307,8 @@ impl Port {
             desk.over.insert(place.0);
             desk.early.remove(&place)
         };
-        if let Some(wire) = lock(&self.wire).as_mut() {
-            wire.natives.leave(place.0);
+        if let Some(natives) = lock(&self.wire).as_mut().and_then(|wire| wire.natives()) {
+            natives.leave(place.0);
         }
         for arrival in unwanted.into_iter().flatten() {
             if let Arrival::Part(_, body) = arrival {
@@ -323,7 +324,7 @@ impl Port {
 
     /// Whether messages are under way.
     pub(crate) fn is_busy(&self) -> bool {
-        lock(&self.wire).as_ref().is_some_and(Wire::is_busy)
+        lock(&self.wire).as_ref().is_some_and(|wire| wire.is_busy())
     }
 
     /// Takes note of how many ranks are on this host.
@@ -415,7 +416,7 @@ fn room(bytes: usize) -> Option<crate::ground::Claim> {
     Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim(0..bytes)
 }
 
-fn discard(wire: &mut Wire<Landing>, process: usize, tag: usize, bytes: usize) {
+fn discard(wire: &mut dyn Carrier<Landing>, process: usize, tag: usize, bytes: usize) {
     if let Some(into) = room(bytes) {
         wire.receive(process, tag, into, Landing::Nobody);
     }

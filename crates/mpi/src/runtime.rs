@@ -13,15 +13,18 @@ use meshwork_core::launcher::Placement;
 use meshwork_core::pool::share_cores;
 use meshwork_core::{Communicator, Group, World};
 
+use crate::carrier::Carrier as _;
 use crate::communicator::MpiComm;
 use crate::cores::{self, Offer};
 use crate::endpoint::{Endpoint, Patience};
 use crate::error::MpiError;
 use crate::library::{Library, MULTIPLE};
 use crate::life::Life;
+use crate::meeting::Meeting;
 use crate::native::Reduction;
 use crate::pause::Pause;
-use crate::port::{Hosts, Layout, Port};
+use crate::port::{Hosts, Landing, Layout, Port};
+use crate::sockets::Sockets;
 use crate::wire::Wire;
 
 /// How ranks join.
@@ -120,16 +123,39 @@ impl Runtime {
         }
         let name = library.to_string();
         Runtime::begin((name, stop), options, move || {
-            let wire = Wire::new(library)?;
+            let wire = Wire::<Landing>::new(library)?;
             if reduction == Reduction::Native && wire.level() != MULTIPLE {
                 let error = MpiError::Native { library: wire.library().to_string(), granted: wire.level() };
-                wire.close(false);
+                Box::new(wire).close(false);
                 return Err(error);
             }
             let by = if reduction == Reduction::Native { ", which adds up f32 and f64" } else { "" };
             let description = format!("MPI: {}, {}{by}", wire.library(), wire.level());
             let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
-            Ok(Started { port: Arc::new(Port::new(layout, reduction, Some(wire))), description })
+            Ok(Started { port: Arc::new(Port::new(layout, reduction, Some(Box::new(wire)))), description })
+        })
+    }
+
+    /// Joins the processes of a launch over TCP, without MPI. Waits for them until `stop` is set.
+    ///
+    /// # Errors
+    /// Processes that do not come, or say that they are another rank; sums by a library.
+    pub fn meet(meeting: Meeting, options: Options, stop: &AtomicBool) -> Result<Runtime, MpiError> {
+        let Options { ranks_per_process, reduction, timeout, .. } = options;
+        if ranks_per_process == 0 {
+            return Err(MpiError::RanksPerProcess(0));
+        }
+        let description = format!("TCP: {} processes, of which the first is on {}", meeting.size, meeting.host);
+        if reduction == Reduction::Native {
+            return Err(MpiError::NoSums { library: description });
+        }
+        let longest = timeout.saturating_mul(STARTS - 1);
+        Runtime::begin((description.clone(), stop), options, move || {
+            let failed =
+                |error: std::io::Error| MpiError::Meeting { place: meeting.to_string(), problem: error.to_string() };
+            let wire = Sockets::<Landing>::new(meeting.meet(longest)?).map_err(failed)?;
+            let layout = Layout { process: meeting.rank, processes: meeting.size, ranks_per_process };
+            Ok(Started { port: Arc::new(Port::new(layout, reduction, Some(Box::new(wire)))), description })
         })
     }
 

@@ -14,6 +14,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use crate::block::{Block, ROOM};
+use crate::carrier::{Carrier, Event};
 use crate::error::MpiError;
 use crate::ground::Claim;
 use crate::library::{Handle, Library};
@@ -35,18 +36,6 @@ const CHUNK: usize = 8 << 20;
 /// The tag of first messages.
 const FIRST: usize = 0;
 
-/// What happened on a wire.
-pub(crate) enum Event<T> {
-    /// A first message.
-    First(Block),
-    /// The bytes of a large message are here.
-    Landed(T, Claim),
-    /// A process cannot be reached any more, or a message of it failed.
-    Lost(usize, String),
-    /// The library failed in a sum of its own.
-    Failed(T, String),
-}
-
 /// The connection of this process to the others. `T` names what a receive is for.
 pub(crate) struct Wire<T> {
     library: Library,
@@ -62,7 +51,7 @@ pub(crate) struct Wire<T> {
     /// The next tag of a large message to each process.
     tags: Vec<usize>,
     lost: Vec<bool>,
-    pub(crate) natives: Natives<T>,
+    natives: Natives<T>,
     /// What the library reported outside of polls.
     noticed: VecDeque<(usize, String)>,
 }
@@ -187,9 +176,10 @@ impl<T> Wire<T> {
             self.noticed.push_back((process, words));
         }
     }
+}
 
-    /// Sends a [framed] message: at most [`ROOM`] bytes.
-    pub(crate) fn first(&mut self, to: usize, mut block: Block) {
+impl<T: std::marker::Send> Carrier<T> for Wire<T> {
+    fn first(&mut self, to: usize, mut block: Block) {
         debug_assert!(block.len() <= ROOM);
         if self.lost[to] {
             return;
@@ -203,15 +193,13 @@ impl<T> Wire<T> {
         }
     }
 
-    /// The tag of the next large message to a process.
-    pub(crate) fn tag(&mut self, to: usize) -> usize {
+    fn tag(&mut self, to: usize) -> usize {
         let tag = self.tags[to];
         self.tags[to] = if tag == self.largest_tag { 0 } else { tag + 1 };
         tag
     }
 
-    /// Sends the bytes of a large message, whose first message has told the receiver the tag.
-    pub(crate) fn large(&mut self, to: usize, tag: usize, bytes: &Bytes) {
+    fn large(&mut self, to: usize, tag: usize, bytes: &Bytes) {
         if self.lost[to] {
             return;
         }
@@ -224,8 +212,7 @@ impl<T> Wire<T> {
         }
     }
 
-    /// Receives the bytes of a large message.
-    pub(crate) fn receive(&mut self, from: usize, tag: usize, mut into: Claim, what: T) {
+    fn receive(&mut self, from: usize, tag: usize, mut into: Claim, what: T) {
         let mut requests = Vec::with_capacity(into.len().div_ceil(CHUNK));
         for chunk in into.chunks_mut(CHUNK) {
             // SAFETY: `receives` holds the claim, whose bytes do not move with it and are its own, until all requests
@@ -238,8 +225,7 @@ impl<T> Wire<T> {
         self.receives.push(Receive { requests, from, into, what: Some(what) });
     }
 
-    /// What has happened since the last poll. Whether there was anything.
-    pub(crate) fn poll(&mut self, mut event: impl FnMut(Event<T>)) -> bool {
+    fn poll(&mut self, event: &mut dyn FnMut(Event<T>)) -> bool {
         let (mut any, mut failed) = (false, Vec::new());
         for line in 0..self.lines.len() {
             while let Some(slot) = self.lines[line].slots.front_mut() {
@@ -299,19 +285,23 @@ impl<T> Wire<T> {
         any
     }
 
-    /// Whether messages are under way, in either direction, that this process must wait for.
-    pub(crate) fn is_busy(&self) -> bool {
+    fn natives(&mut self) -> Option<&mut Natives<T>> {
+        Some(&mut self.natives)
+    }
+
+    fn is_busy(&self) -> bool {
         !(self.sends.is_empty() && self.receives.is_empty())
     }
 
     /// Ends MPI, on the thread that initialised it. After a loss, or with messages under way that nobody takes, the
     /// library would wait for ever, as for a process that is `abandoned`: then it is left as it is, and the launcher
     /// finds out when this process ends.
-    pub(crate) fn close(mut self, abandoned: bool) {
+    fn close(mut self: Box<Self>, abandoned: bool) {
         if abandoned || self.lost.contains(&true) || self.is_busy() || !self.natives.is_idle() {
             // The library may still write to this memory.
-            std::mem::forget((self.lines, self.sends, self.receives));
-            return self.natives.forget();
+            let wire = *self;
+            std::mem::forget((wire.lines, wire.sends, wire.receives));
+            return wire.natives.forget();
         }
         let slots = self.lines.iter_mut().flat_map(|line| &mut line.slots);
         slots.for_each(|slot| self.library.cancel(&mut slot.request));

@@ -14,7 +14,7 @@ use meshwork_core::{Cause, CommError, ReduceOp, World};
 use meshwork_mpi::{Kind, Library, Options, Reduction, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
 
-use launch::{Mpi, OPEN, STANDARD, here, text};
+use launch::{Mpi, OPEN, STANDARD, here, met, over_tcp, text};
 
 /// The files of all libraries; MPICH by two of its interfaces.
 const ALL: &[&str] = &[STANDARD, "libmpi.so.12", OPEN];
@@ -127,6 +127,22 @@ fn two_processes_of_four_ranks() {
     processes("two_processes_of_four_ranks", 2, options(4), &[STANDARD]);
 }
 
+/// Without MPI: all groups of the suite, faults among them.
+#[test]
+fn processes_over_tcp() {
+    if let Some(runtime) = met(options(2)) {
+        let runtime = runtime.unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!((runtime.processes(), runtime.ranks()), (2, 4));
+        assert!(runtime.describe().starts_with("TCP: 2 processes"), "{}", runtime.describe());
+        return conformance(&Over { runtime, programs: if sweeps() { 300 } else { 20 } });
+    }
+    let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
+    for process in over_tcp("processes_over_tcp", &[0, 1], 2) {
+        let output = process.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+    }
+}
+
 /// In a sweep alone: minutes a library, on two cores.
 #[test]
 fn eight_processes() {
@@ -168,8 +184,7 @@ fn ranks_that_belong_together_are_on_one_host() {
 /// Messages of several chunks of the library, and heads that are too long for a first message.
 #[test]
 fn long_messages() {
-    over_each("long_messages", 2, ALL, |mpi| {
-        let runtime = mpi.start(options(1));
+    let exchange = |runtime: Runtime| {
         let bytes = (20 << 20) + 3;
         let ended = runtime.world().run(|world| {
             let mut message: Vec<u8> = (0..bytes).map(|i| (i * 7 % 251) as u8 * (1 - world.rank() as u8)).collect();
@@ -188,7 +203,17 @@ fn long_messages() {
         let error =
             runtime.world().run(|world| if world.rank() == 1 { Err(text.clone()) } else { Ok(()) }).unwrap_err();
         assert_eq!(error.cause, format!("rank 1 returned an error: {text}"));
-    });
+    };
+    if let Some(runtime) = met(options(1)) {
+        return exchange(runtime.unwrap_or_else(|error| panic!("{error}")));
+    }
+    over_each("long_messages", 2, ALL, |mpi| exchange(mpi.start(options(1))));
+    if here().is_none() {
+        for process in over_tcp("long_messages", &[0, 1], 2) {
+            let output = process.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", text(&output));
+        }
+    }
 }
 
 /// What is found names the library and its level; a program that joins alone is a world of one process.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use meshwork_core::{Buffer, ReduceOp, RunError};
 use meshwork_mpi::{Library, Options, Reduction, Runtime};
 
-use launch::{Mpi, STANDARD, here, text};
+use launch::{Mpi, STANDARD, free_port, here, met, over_tcp, text};
 
 /// Tells a process which signal one of them gets.
 const SIGNAL: &str = "MESHWORK_TEST_SIGNAL";
@@ -37,7 +37,14 @@ fn signal(name: &str) {
 
 /// In a process that a launcher started: a world of three in which a rank gets a signal, and what this rank is told.
 fn signalled(mpi: &Mpi, name: &str, rank: usize) -> RunError {
-    let runtime = mpi.start(Options { timeout: TIMEOUT, ..Options::default() });
+    signalled_in(&mpi.start(patient()), name, rank)
+}
+
+fn patient() -> Options {
+    Options { timeout: TIMEOUT, ..Options::default() }
+}
+
+fn signalled_in(runtime: &Runtime, name: &str, rank: usize) -> RunError {
     println!("process {}", id());
     let ended = runtime.world().run(|world| {
         world.barrier()?;
@@ -291,4 +298,68 @@ fn a_judge_that_stands_still_is_named_too() {
         assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
         gone(&output);
     }
+}
+
+/// Over TCP the others live, whatever started them.
+#[test]
+fn a_killed_process_is_named_over_tcp() {
+    let test = "a_killed_process_is_named_over_tcp";
+    if let Some(runtime) = met(patient()) {
+        let error = signalled_in(&runtime.unwrap_or_else(|error| panic!("{error}")), "KILL", 1);
+        assert!(error.rank == 1 && error.cause.contains("rank 1 is lost (its process ended)"), "{error}");
+        println!("told");
+        return;
+    }
+    let _alone = one_job();
+    let processes = over_tcp(test, &[0, 1, 2], 3);
+    let outputs: Vec<Output> = processes.into_iter().map(|process| process.wait_with_output().unwrap()).collect();
+    for (rank, output) in outputs.iter().enumerate() {
+        assert_eq!(text(output).contains("told\n"), rank != 1, "rank {rank}: {}", text(output));
+    }
+}
+
+/// Rank 2 never starts: rank 0 knows who is missing, and tells the others.
+#[test]
+fn a_process_that_never_comes_is_named_over_tcp() {
+    let test = "a_process_that_never_comes_is_named_over_tcp";
+    if let Some(runtime) = met(Options { timeout: TIMEOUT / 15, ..Options::default() }) {
+        println!("told: {}", runtime.unwrap_err());
+        return;
+    }
+    let _alone = one_job();
+    for process in over_tcp(test, &[0, 1], 3) {
+        let output = process.wait_with_output().unwrap();
+        assert!(text(&output).contains("it has waited 800ms for rank 2\n"), "{}", text(&output));
+    }
+    for process in over_tcp(test, &[1], 3) {
+        let output = process.wait_with_output().unwrap();
+        assert!(text(&output).contains("it has tried to reach 127.0.0.1:"), "{}", text(&output));
+    }
+}
+
+/// The agent of torchrun has the port, and its store says where rank 0 listens.
+#[test]
+fn torchrun_starts_processes_that_meet_by_its_store() {
+    let test = "torchrun_starts_processes_that_meet_by_its_store";
+    if let Some(runtime) = met(patient()) {
+        let runtime = runtime.unwrap_or_else(|error| panic!("{error}"));
+        let ended = runtime.world().run(|world| {
+            let mut sum = [world.rank() as f32];
+            world.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+            assert_eq!(sum, [3.0]);
+            Ok::<_, meshwork_core::CommError>(())
+        });
+        return ended.map(drop).unwrap();
+    }
+    let torchrun = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/peer-venv/bin/torchrun");
+    if !torchrun.exists() {
+        return println!("no torchrun in target/peer-venv: {test} is left out");
+    }
+    let _alone = one_job();
+    let port = free_port().to_string();
+    let mut command = Command::new(torchrun);
+    command.args(["--nproc-per-node", "3", "--master-addr", "127.0.0.1", "--master-port", &port, "--no-python"]);
+    command.arg(std::env::current_exe().unwrap()).args([test, "--exact", "--nocapture"]).env("MESHWORK_TEST_TCP", "1");
+    let output = command.output().expect("torchrun starts");
+    assert!(output.status.success(), "{}", text(&output));
 }

@@ -32,6 +32,9 @@ pub enum GpuError {
     /// A missing library.
     #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
     NoLibrary { name: &'static str, looked: String },
+    /// A library that is there, and cannot be used.
+    #[error("{library} cannot be used: {why}")]
+    Unusable { library: String, why: String },
     /// A GPU that does not exist.
     #[error("there is no GPU {ordinal}: this machine has {count}, numbered from 0")]
     NoDevice { ordinal: usize, count: usize },

@@ -11,14 +11,15 @@
 mod compile;
 mod graph;
 mod libraries;
+mod nccl;
 mod peers;
 mod product;
 mod staging;
 
 use crate::device::Products;
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Priority, Product, Properties, Reach, Remote, Result, Stream,
-    Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Nccl, Priority, Product, Properties, Reach, Remote, Result,
+    Stream, Work,
 };
 use compile::Compiler;
 use cudarc::driver::result::{
@@ -42,8 +43,10 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 pub use libraries::{GpuError, count};
+pub use nccl::nccl;
 
 /// Checks all requirements of the GPU with this number, including the library if its products are requested. Returns
 /// the number of GPUs.
@@ -96,6 +99,7 @@ pub struct Gpu {
     state: Mutex<State>,
     /// Access to the memory of other GPUs, by their numbers.
     reaches: Mutex<HashMap<usize, Reach>>,
+    comms: nccl::Comms,
     /// Notified when a capture ends.
     released: Condvar,
 }
@@ -184,6 +188,7 @@ impl Gpu {
             blocking: false,
             state: Mutex::default(),
             reaches: Mutex::default(),
+            comms: nccl::Comms::default(),
             released: Condvar::new(),
         };
         if products == Products::OfTheLibrary {
@@ -197,6 +202,14 @@ impl Gpu {
     #[must_use]
     pub fn blocking(mut self, on: bool) -> Self {
         self.blocking = on;
+        self
+    }
+
+    /// The same GPU, which waits at most this long for other ranks that make a communicator of NCCL, or use it for the
+    /// first time; five minutes by default.
+    #[must_use]
+    pub fn patience(mut self, longest: Duration) -> Self {
+        self.comms.patience = longest;
         self
     }
 
@@ -436,8 +449,9 @@ impl Driver for Gpu {
                 self.settle(queue, format_args!("a copy of {bytes} bytes"))
             }
             Work::Zero { at, bytes } => self.fill(queue, at, bytes),
-            Work::Exchange { exchange, .. } => {
-                Err(DriverError::Call { call: exchange.name(), why: "this GPU has joined no communicator".to_owned() })
+            Work::Exchange { on, exchange } => {
+                self.comms.exchange(on, &exchange, queue)?;
+                self.settle(queue, exchange.name())
             }
         }
     }
@@ -517,6 +531,10 @@ impl Driver for Gpu {
         Ok(())
     }
 
+    fn nccl(&self) -> Result<&dyn Nccl> {
+        self.comms.find().map(|()| self as &dyn Nccl)
+    }
+
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
         graph::capture(self, stream, work)
     }
@@ -531,6 +549,10 @@ impl Driver for Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         let _captures = graph::without_captures();
+        // First: work of theirs may wait for ranks that are gone.
+        if self.context.enter().is_ok() {
+            self.comms.end_all();
+        }
         // A GPU that failed keeps its memory until the process ends.
         if self.context.enter().and_then(|()| ctx::synchronize().map_err(failed("cuCtxSynchronize"))).is_err() {
             return;

@@ -8,6 +8,9 @@ mod collectives;
 mod driver;
 #[path = "../suite/experts.rs"]
 mod experts;
+mod joins;
+#[path = "../suite/nccl.rs"]
+mod nccl;
 #[path = "../suite/ops.rs"]
 mod ops;
 #[path = "../suite/replay.rs"]
@@ -57,4 +60,14 @@ fn driver(_: Order) -> Option<Arc<dyn Driver>> {
 /// What the tests of several devices run on: the GPUs that there are, in turn, whether they are peers or not.
 fn drivers(_: Order, devices: usize, _: fn(usize, usize) -> bool) -> Option<Vec<Arc<dyn Driver>>> {
     (0..devices).map(|number| Some(Arc::new(gpu_in_turn(number)?) as Arc<dyn Driver>)).collect()
+}
+
+/// A GPU for each rank, as over NCCL. `None`, and a line that says why, if there are fewer.
+fn apart(_: Order, devices: usize) -> Option<Vec<Arc<dyn Driver>>> {
+    let count = meshwork_cuda::gpu::count().unwrap_or(0);
+    if count < devices {
+        eprintln!("SKIPPED: {devices} ranks over NCCL need as many GPUs, and there are {count}");
+        return None;
+    }
+    drivers(Order::Seeded(0), devices, |_, _| true)
 }

@@ -1,9 +1,10 @@
-// A stand-in for libcuda, libnvrtc and libcublasLt in host memory, for machines without a GPU: one file, compiled to
-// one library that is found under the three names. It behaves as the documentation of CUDA says, as far as `src/gpu`
-// relies on it, and is strict where a driver is not:
+// A stand-in for libcuda, libnvrtc, libcublasLt and libnccl in host memory, for machines without a GPU: one library
+// that is found under the four names. NCCL is in stand_in_nccl.h. It behaves as the documentation of CUDA says, as far
+// as `src/gpu` relies on it, and is strict where a driver is not:
 //
-// - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has
-//   the wrong bytes, and an argument that was not copied during the call is gone.
+// - Work is queued, in streams, and runs when somebody waits for it, in an order that streams and events permit: a copy
+//   from pinned memory that was written again too early has the wrong bytes, and an argument that was not copied during
+//   the call is gone.
 // - A handle that is not alive or of another GPU, memory that is freed by a thread whose work is queued, or a call
 //   without a current context is an error.
 // - The error of work that failed comes out of whatever call is next, and of every one after it.
@@ -24,8 +25,10 @@
 // not compile), STAND_IN_GRAPHS (0: no graph is instantiated), STAND_IN_AHEAD (pieces of work that may be queued before
 // the oldest runs; as many as there are).
 //
-// More than 400 lines: one file is one library under three names.
+// More than 400 lines: one library under several names.
 #include <array>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -53,9 +56,10 @@ long setting(const char *name, long otherwise) {
 }
 
 struct Context { int users = 0; size_t held = 0; std::set<Context *> peers; };
-struct Event { Context *of; bool queued; };
+// How often it was recorded, and up to which record its work is done: a wait is for the last record before it.
+struct Event { Context *of; uint64_t recorded = 0, done = 0; };
 struct Function;
-struct Node { std::function<Result()> run; Function *kernel = nullptr; };
+struct Node { std::function<Result()> run; Function *kernel = nullptr; std::function<bool()> ready; };
 // What was captured, or what can be launched, made of that. A deque: nodes are known by their addresses.
 struct Graph { std::deque<Node> nodes; Graph *of = nullptr; };
 // Captured: by which thread, whether calls that are not safe meanwhile are permitted (mode 2), and whether one of them
@@ -65,19 +69,34 @@ struct Function { std::string name; int arguments; Context *of; unsigned shared;
 struct Block { char *start; size_t bytes; Context *of; };
 struct Module { std::map<std::string, Function> functions; };
 
-std::recursive_mutex lock;
+// Never destroyed: threads may end communicators while the process ends.
+std::recursive_mutex &lock = *new std::recursive_mutex;
 typedef std::lock_guard<std::recursive_mutex> Guard;
-Context contexts[16]; // of GPUs
-std::map<uint64_t, Block> memory; // by address
-std::map<uint64_t, size_t> pinned; // bytes by address
-std::set<Event *> events;
-std::set<Stream *> streams;
-std::set<Module *> modules;
-std::set<Graph *> graphs;
-struct Work { Event *event; std::function<Result()> run; Context *of; std::thread::id by; }; // of a record, its event; the thread that queued it
-std::deque<Work> queue; // of all GPUs
+Context *contexts = new Context[16]; // of GPUs
+std::map<uint64_t, Block> &memory = *new std::map<uint64_t, Block>; // by address
+std::map<uint64_t, size_t> &pinned = *new std::map<uint64_t, size_t>; // bytes by address
+std::set<Event *> &events = *new std::set<Event *>;
+std::set<Stream *> &streams = *new std::set<Stream *>;
+std::set<Module *> &modules = *new std::set<Module *>;
+std::set<Graph *> &graphs = *new std::set<Graph *>;
+// A record of an event or a wait for one, up to a record; or work, which may have to wait for other ranks. Whose it is,
+// and which thread queued it.
+struct Work {
+    enum { RECORD, WAIT, RUN } kind;
+    Event *event;
+    uint64_t moment;
+    std::function<Result()> run;
+    std::function<bool()> ready;
+    Stream *stream;
+    Context *of;
+    std::thread::id by;
+};
+std::deque<Work> &queue = *new std::deque<Work>; // of all GPUs
+std::condition_variable_any &queued = *new std::condition_variable_any; // something was queued, or ended, for which work of another rank waits
 Result fault = OK;
 thread_local Context *current = nullptr;
+
+std::string communicators(); // that are left
 
 size_t total() { return setting("STAND_IN_MEMORY", 1l << 30); }
 
@@ -102,20 +121,42 @@ bool lies(uint64_t at, size_t bytes, Context *by = current) {
     return found && (found->of == by || by->peers.count(found->of));
 }
 
-// Runs queued work up to an event, or all of the current GPU. The order in which it was queued is one that streams and
-// events permit.
+// Runs the first queued work that streams and events permit. Whether there was any.
+bool step() {
+    std::set<Stream *> held;
+    for (size_t i = 0; i < queue.size(); i++) {
+        Work &next = queue[i];
+        if (held.count(next.stream)) continue;
+        bool waits = next.kind == Work::WAIT ? events.count(next.event) && next.event->done < next.moment : next.ready && !next.ready();
+        if (waits) {
+            held.insert(next.stream);
+            continue;
+        }
+        Work work = next;
+        queue.erase(queue.begin() + i);
+        if (work.kind == Work::RECORD && events.count(work.event)) work.event->done = std::max(work.event->done, work.moment);
+        if (work.kind == Work::RUN)
+            if (Result result = work.run(); result && !fault) fault = result;
+        return true;
+    }
+    return false;
+}
+
+// Runs queued work up to an event, or all of the current GPU. Work that waits for other ranks lets their threads queue
+// theirs.
 Result run(Event *until = nullptr) {
+    uint64_t moment = until ? until->recorded : 0;
+    Context *mine = current;
     auto left = [=] {
-        if (until) return until->queued;
-        for (auto &work : queue) if (work.of == current) return true;
+        if (until) return events.count(until) && until->done < moment;
+        for (auto &work : queue) if (work.of == mine) return true;
         return false;
     };
-    while (left()) {
-        Work work = queue.front();
-        queue.pop_front();
-        if (work.event) work.event->queued = false;
-        else if (Result result = work.run(); result && !fault) fault = result;
-    }
+    while (left())
+        if (!step() && queued.wait_for(lock, std::chrono::seconds(setting("STAND_IN_PATIENCE", 20))) == std::cv_status::timeout) {
+            report("work waits for ranks that do not come");
+            return fault = LAUNCH_FAILED;
+        }
     return fault;
 }
 
@@ -125,7 +166,7 @@ Result end_capture(Stream *stream, Result why) {
     return why;
 }
 
-template <typename F> Result push(void *stream, F work, Function *kernel = nullptr) {
+template <typename F> Result push(void *stream, F work, Function *kernel = nullptr, std::function<bool()> ready = nullptr) {
     if (!current) return INVALID_CONTEXT;
     auto of = (Stream *)stream;
     if (!streams.count(of) || of->of != current) return INVALID_HANDLE;
@@ -133,16 +174,12 @@ template <typename F> Result push(void *stream, F work, Function *kernel = nullp
     if (of->captured) {
         if (of->by != std::this_thread::get_id()) return end_capture(of, STREAM_CAPTURE_WRONG_THREAD); // a GPU makes it a part of the graph
         if (of->ended) return STREAM_CAPTURE_INVALIDATED;
-        of->graph.push_back({work, kernel});
+        of->graph.push_back({work, kernel, ready});
         return OK;
     }
-    queue.push_back({nullptr, work, current, std::this_thread::get_id()});
-    for (size_t ahead = setting("STAND_IN_AHEAD", 1l << 40); queue.size() > ahead;) {
-        Work first = queue.front();
-        queue.pop_front();
-        if (first.event) first.event->queued = false;
-        else if (Result result = first.run(); result && !fault) fault = result;
-    }
+    queue.push_back({Work::RUN, nullptr, 0, work, ready, of, current, std::this_thread::get_id()});
+    queued.notify_all();
+    for (size_t ahead = setting("STAND_IN_AHEAD", 1l << 40); queue.size() > ahead && step();) {}
     return fault;
 }
 
@@ -204,19 +241,19 @@ C cuDevicePrimaryCtxRelease_v2(int device) {
     ENTER;
     if (--contexts[device].users == 0) {
         contexts[device].peers.clear();
-        for (auto &other : contexts) other.peers.erase(&contexts[device]);
+        for (int i = 0; i < 16; i++) contexts[i].peers.erase(&contexts[device]);
     }
-    for (auto &context : contexts) if (context.users) return OK;
+    for (int i = 0; i < 16; i++) if (contexts[i].users) return OK;
     std::ostringstream line;
     line << "left: " << memory.size() << " allocations, " << pinned.size() << " pinned, " << events.size() << " events, " << streams.size()
-         << " streams, " << modules.size() << " modules, " << graphs.size() << " graphs, " << queue.size() << " queued";
+         << " streams, " << modules.size() << " modules, " << graphs.size() << " graphs, " << queue.size() << " queued" << communicators();
     report(line.str());
     return OK;
 }
 C cuCtxSetCurrent(void *context) {
     ENTER;
     current = nullptr;
-    for (auto &known : contexts) if (context == &known && known.users) current = &known;
+    for (int i = 0; i < 16; i++) if (context == &contexts[i] && contexts[i].users) current = &contexts[i];
     return current ? OK : INVALID_CONTEXT;
 }
 C cuDeviceCanAccessPeer(int *can, int device, int peer) { *can = device != peer && setting("STAND_IN_PEERS", 1); return OK; }
@@ -297,12 +334,15 @@ C cuStreamSynchronize(void *stream) {
 }
 C cuStreamWaitEvent(void *stream, void *event, unsigned) {
     CONTEXT;
-    // An event of any GPU; and all work is in order anyway. None is recorded in a stream that is captured.
+    // An event of any GPU. None is recorded in a stream that is captured.
     auto of = (Stream *)stream;
-    if (!streams.count(of) || of->of != current || !events.count((Event *)event)) return INVALID_HANDLE;
-    return of->captured ? end_capture(of, STREAM_CAPTURE_ISOLATION) : OK;
+    auto after = (Event *)event;
+    if (!streams.count(of) || of->of != current || !events.count(after)) return INVALID_HANDLE;
+    if (of->captured) return end_capture(of, STREAM_CAPTURE_ISOLATION);
+    if (after->done < after->recorded) queue.push_back({Work::WAIT, after, after->recorded, nullptr, nullptr, of, current, std::this_thread::get_id()});
+    return OK;
 }
-C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event{current, false}; events.insert(made); *event = made; return OK; }
+C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event{current}; events.insert(made); *event = made; return OK; }
 C cuEventDestroy_v2(void *event) {
     CONTEXT;
     if (!events.erase((Event *)event)) return INVALID_HANDLE;
@@ -315,16 +355,15 @@ C cuEventRecord(void *event, void *stream) {
     if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
     if (at->of != current || ((Stream *)stream)->of != current) return INVALID_HANDLE;
     if (((Stream *)stream)->captured) return end_capture((Stream *)stream, STREAM_CAPTURE_UNSUPPORTED); // a GPU takes it, and means another thing
-    for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.of, work.by}; // recorded anew: the later moment counts
-    at->queued = true;
-    queue.push_back({at, nullptr, current, std::this_thread::get_id()});
+    queue.push_back({Work::RECORD, at, ++at->recorded, nullptr, nullptr, (Stream *)stream, current, std::this_thread::get_id()});
     return fault;
 }
 C cuEventQuery(void *event) {
     CONTEXT;
     SAFE;
     if (!events.count((Event *)event)) return INVALID_HANDLE;
-    return ((Event *)event)->queued ? NOT_READY : fault;
+    auto of = (Event *)event;
+    return of->done < of->recorded ? NOT_READY : fault;
 }
 C cuEventSynchronize(void *event) {
     CONTEXT;
@@ -375,7 +414,7 @@ C cuGraphExecDestroy(void *graph) { return cuGraphDestroy(graph); }
 C cuGraphLaunch(void *graph, void *stream) {
     CONTEXT;
     if (!graphs.count((Graph *)graph)) return INVALID_HANDLE;
-    for (auto &node : ((Graph *)graph)->nodes) if (Result result = push(stream, node.run, node.kernel)) return result;
+    for (auto &node : ((Graph *)graph)->nodes) if (Result result = push(stream, node.run, node.kernel, node.ready)) return result;
     return OK;
 }
 
@@ -648,3 +687,5 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
     });
     return queued ? 13 : OK;
 }
+
+#include "stand_in_nccl.h"

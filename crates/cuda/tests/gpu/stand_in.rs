@@ -42,7 +42,7 @@ impl StandIn {
             compiler.arg(source).arg("-o").arg(folder.path().join("stand_in.so")).arg("-ldl").output().unwrap();
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
         for library in libraries {
-            symlink("stand_in.so", folder.path().join(format!("lib{library}.so"))).unwrap();
+            symlink("stand_in.so", folder.path().join(format!("lib{library}"))).unwrap();
         }
         Some(Self { folder, kernels })
     }
@@ -121,7 +121,8 @@ fn the_kernel_that_failed_is_named_and_no_other() {
     assert!(passed && !told.contains("SKIPPED"), "{told}");
 }
 
-const ALL: [&str; 3] = ["cuda", "nvrtc", "cublasLt"];
+const ALL: [&str; 3] = ["cuda.so", "nvrtc.so", "cublasLt.so"];
+const WITH_NCCL: [&str; 4] = ["cuda.so", "nvrtc.so", "cublasLt.so", "nccl.so.2"];
 
 /// For [`StandIn::refusal`]: what there is to say of GPU 1.
 #[test]
@@ -172,10 +173,11 @@ fn streams_of_collectives_have_the_highest_priority() {
 #[test]
 fn all_tests_pass_on_the_stand_in() {
     let Some(stand_in) = StandIn::new(&ALL) else { return };
-    let (told, passed) = stand_in.run(&["--skip", "stand_in::", "--skip", "tiny"], &[]);
+    let (told, passed) =
+        stand_in.run(&["--skip", "stand_in::", "--skip", "tiny", "--skip", "nccl::", "--skip", "joins::"], &[]);
     assert!(passed && !told.contains("SKIPPED"), "{told}");
     let report = stand_in.report();
-    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued, 0 communicators";
     let (mut ends, mut compiled, mut peers) = (0, BTreeSet::new(), BTreeSet::new());
     for line in report.iter().filter(|line| !line.starts_with("stream of priority ")) {
         if line.starts_with("left: ") {
@@ -269,9 +271,9 @@ fn what_is_missing_or_too_old_is_named() {
     assert!(full.ends_with("are in use by all ranks; this rank's buffers hold other 512 B"), "{full}");
     for (there, missing) in [
         (&[][..], "CUDA driver found (looked for libcuda.so, libcuda.so.13, "),
-        (&["cuda"], "NVRTC, which compiles the kernels, found (looked for libnvrtc.so, libnvrtc.so.13, "),
+        (&["cuda.so"], "NVRTC, which compiles the kernels, found (looked for libnvrtc.so, libnvrtc.so.13, "),
         (
-            &["cuda", "nvrtc"],
+            &["cuda.so", "nvrtc.so"],
             "cuBLASLt, which computes products, found (looked for libcublasLt.so, libcublasLt.so.13, ",
         ),
     ] {
@@ -286,4 +288,64 @@ fn what_is_missing_or_too_old_is_named() {
             format!(" in LD_LIBRARY_PATH, which is {}, and in the system's folders)", some.folder.path().display());
         assert!(refusal.starts_with(missing) && refusal.contains(&place), "{refusal}");
     }
+}
+
+/// Communicators are used as NCCL wants: the suite of communicators and faults, on as many GPUs as ranks. Nothing is
+/// left, also after faults.
+#[test]
+fn ranks_join_by_nccl() {
+    let Some(stand_in) = StandIn::new(&WITH_NCCL) else { return };
+    let (told, passed) = stand_in.run(&["nccl::", "joins::"], &[("STAND_IN_DEVICES", "5")]);
+    assert!(passed && !told.contains("SKIPPED") && told.contains("6 passed"), "{told}\n{:?}", stand_in.report());
+    let report = stand_in.report();
+    let misuse: Vec<_> = report.iter().filter(|line| line.starts_with("NCCL: ")).collect();
+    assert_eq!(misuse, ["NCCL: an unknown id, rank or configuration"]);
+    let left = report.iter().filter(|line| line.starts_with("left: "));
+    assert!(left.clone().all(|line| line.ends_with(" 0 queued, 0 communicators")), "{:?}", left.collect::<Vec<_>>());
+}
+
+/// For [`StandIn::refusal_of`]: which NCCL there is.
+#[test]
+fn finds_nccl() {
+    match meshwork_cuda::gpu::nccl() {
+        Ok(found) => eprintln!("refused: no, {found}"),
+        Err(error) => eprintln!("refused: {error}"),
+    }
+}
+
+/// Where the loader looks, where a variable says, and among the packages of Python; a version that is too old, and a
+/// file that is no NCCL.
+#[test]
+fn nccl_is_found_where_wheels_and_distributions_have_it() {
+    let Some(stand_in) = StandIn::new(&WITH_NCCL) else { return };
+    let found = |settings: &[(&str, &str)]| stand_in.refusal_of("stand_in::finds_nccl", settings);
+    assert_eq!(found(&[]), "no, NCCL 2.28.9 (libnccl.so.2)");
+    let path = |name: &str| stand_in.path(name).display().to_string();
+    let file = path("stand_in.so");
+    assert_eq!(found(&[("MESHWORK_NCCL", &file)]), "no, NCCL 2.28.9 (stand_in.so)");
+    let old = found(&[("STAND_IN_NCCL", "21705")]);
+    assert_eq!(old, "libnccl.so.2 cannot be used: it is NCCL 2.17.5, and NCCL 2.18.0 or newer is needed");
+    let gone = found(&[("MESHWORK_NCCL", "/nowhere/libnccl.so.2")]);
+    let text = "no NCCL, which connects GPUs of several processes, found (looked for /nowhere/libnccl.so.2, as \
+                MESHWORK_NCCL says): install it, or add its folder to LD_LIBRARY_PATH";
+    assert_eq!(gone, text);
+    let text_file = path("text");
+    fs::write(&text_file, "no library").unwrap();
+    let refused = found(&[("MESHWORK_NCCL", &text_file)]);
+    assert!(refused.starts_with(&format!("{text_file} cannot be used: ")), "{refused}");
+
+    // Without it in the loader's folders.
+    let Some(bare) = StandIn::new(&ALL) else { return };
+    let wheel = bare.path("environment/lib/python3.12/site-packages/nvidia/nccl/lib");
+    fs::create_dir_all(&wheel).unwrap();
+    let environment = bare.path("environment").display().to_string();
+    let found = |settings: &[(&str, &str)]| bare.refusal_of("stand_in::finds_nccl", settings);
+    let missing = found(&[("VIRTUAL_ENV", ""), ("CONDA_PREFIX", "")]);
+    if missing.starts_with("no, NCCL") {
+        return eprintln!("left out: this machine has the library itself");
+    }
+    let place = format!("libnccl.so.2, libnccl.so in LD_LIBRARY_PATH, which is {}, ", bare.folder.path().display());
+    assert!(missing.contains(&place) && missing.contains("MESHWORK_NCCL can name the file"), "{missing}");
+    symlink(bare.path("stand_in.so"), wheel.join("libnccl.so.2")).unwrap();
+    assert_eq!(found(&[("VIRTUAL_ENV", &environment)]), "no, NCCL 2.28.9 (libnccl.so.2)");
 }

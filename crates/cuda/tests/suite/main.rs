@@ -8,6 +8,7 @@ mod emulator;
 mod experts;
 mod halves;
 mod nccl;
+mod nccl_refusals;
 mod offload;
 mod ops;
 mod overlap;
@@ -56,4 +57,9 @@ fn driver(order: Order) -> Option<Arc<dyn Driver>> {
 /// What the tests of several devices run on.
 fn drivers(order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Option<Vec<Arc<dyn Driver>>> {
     Some(machine(order, devices, peers)?.into_iter().map(|driver| driver as Arc<dyn Driver>).collect())
+}
+
+/// Devices of which none reads the memory of another: each rank has one, as over NCCL.
+fn apart(order: Order, devices: usize) -> Option<Vec<Arc<dyn Driver>>> {
+    drivers(order, devices, |_, _| false)
 }

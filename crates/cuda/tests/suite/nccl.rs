@@ -1,25 +1,24 @@
-//! Collectives over emulated NCCL: the suite of every backend on memory of devices, the bits of ranks in threads with
-//! the tree, and faults.
+//! Collectives over NCCL: the suite of every backend on memory of devices, the bits of ranks in threads with the tree,
+//! and faults. Also on GPUs, and on the stand-in for NVIDIA's libraries.
 
+use crate::apart as devices;
 use crate::collectives::{DTYPES, all_kinds, device, values};
-use crate::machine;
 use meshwork_core::comm::thread::Options;
 use meshwork_core::comm::{Call, Decorator, FaultKind, OpKind, Pending, PendingOp};
 use meshwork_core::{Buffer, CommError, Communicator, DType, Group, ReduceOp, ReductionOrder, RunError, World};
 use meshwork_cuda::device::{Products, Reduction};
-use meshwork_cuda::{CudaDevice, Driver, Emulator, Order, Replaying};
+use meshwork_cuda::{CudaDevice, Driver, Order, Replaying};
 use meshwork_tensor::Device;
 use meshwork_testkit::comm::{Body, Worlds, conformance_of};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Each rank has a device of one machine; no device reads the memory of another.
-fn devices(order: Order, ranks: usize) -> Option<Vec<Arc<Emulator>>> {
-    machine(order, ranks, |_, _| false)
-}
-
 /// The device of a rank, and the world over NCCL.
-fn joined(world: &Group, devices: &[Arc<Emulator>], how: Reduction) -> Result<(Arc<CudaDevice>, Group), CommError> {
+pub fn joined(
+    world: &Group,
+    devices: &[Arc<dyn Driver>],
+    how: Reduction,
+) -> Result<(Arc<CudaDevice>, Group), CommError> {
     let device = device(devices[world.rank()].clone());
     let group = Group::from(device.nccl(world.communicator().clone(), how)?);
     Ok((device, group))
@@ -177,57 +176,4 @@ fn faults_are_told_by_the_control_group_and_nothing_hangs() {
         };
         assert!(named, "{wrong:?}: {kind}");
     }
-}
-
-/// NCCL leaves different counts undefined; the emulation names them.
-#[test]
-fn what_nccl_leaves_undefined_or_refuses_is_an_error() {
-    let Some(drivers) = devices(Order::Seeded(3), 2) else { return };
-    let run = |body: &(dyn Fn(&Group, &CudaDevice) -> Result<(), CommError> + Sync), same: bool| {
-        let drivers = if same { vec![drivers[0].clone(); 2] } else { devices(Order::Seeded(3), 2).unwrap() };
-        let ran = World::Threads(2).run(|world| {
-            let (device, group) = joined(&world, &drivers, Reduction::Library)?;
-            body(&group, &device)
-        });
-        ran.unwrap_err().to_string()
-    };
-    let counts = run(
-        &|group, device| {
-            let sum =
-                group.all_reduce(device.upload(&values(DType::F32, 5 + group.rank(), 0)).unwrap(), ReduceOp::Sum)?;
-            device.download(&sum).map(drop).map_err(|fault| CommError::Backend {
-                op: OpKind::AllReduce,
-                group: "world".to_owned(),
-                world_rank: group.rank(),
-                message: fault.to_string(),
-            })
-        },
-        false,
-    );
-    assert!(
-        counts.contains("ncclAllReduce(5 of f32, sum)") && counts.contains("ncclAllReduce(6 of f32, sum)"),
-        "{counts}"
-    );
-    let shared = run(&|_, _| Ok(()), true);
-    assert!(shared.contains("Duplicate GPU detected"), "{shared}");
-    let crossed = run(
-        &|group, device| {
-            let other = group.split("other", &[0, 1])?;
-            let start = |group: &Group| group.start_all_reduce(device.zeros(DType::F32, 8).unwrap(), ReduceOp::Sum);
-            let both =
-                if group.rank() == 0 { [start(group)?, start(&other)?] } else { [start(&other)?, start(group)?] };
-            for sum in both {
-                let sum = sum.wait()?;
-                device.download(&sum).map(drop).map_err(|fault| CommError::Backend {
-                    op: OpKind::AllReduce,
-                    group: "world".to_owned(),
-                    world_rank: group.rank(),
-                    message: fault.to_string(),
-                })?;
-            }
-            Ok(())
-        },
-        false,
-    );
-    assert!(crossed.contains("queued collectives in different orders"), "{crossed}");
 }

@@ -1,10 +1,14 @@
 //! Starts a test again as the processes of every installed MPI.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::AtomicBool;
 
-use meshwork_mpi::{Library, Options, Runtime};
+use meshwork_core::launcher::detect;
+use meshwork_mpi::{Library, Meeting, MpiError, Options, Runtime};
 
 /// Tells a process that it is one of those that a launcher started: the file of its library.
 const LIBRARY: &str = "MESHWORK_TEST_MPI";
@@ -76,6 +80,41 @@ impl Mpi {
 pub fn here() -> Option<Mpi> {
     let file = PathBuf::from(std::env::var_os(LIBRARY)?);
     Mpi::installed().into_iter().find(|mpi| mpi.file == file)
+}
+
+/// Tells a process that it is one of those that meet over TCP.
+const TCP: &str = "MESHWORK_TEST_TCP";
+
+/// In a process that [`over_tcp`] or torchrun started: joins the others.
+#[allow(dead_code, reason = "not every test program meets over TCP")]
+pub fn met(options: Options) -> Option<Result<Runtime, MpiError>> {
+    std::env::var_os(TCP)?;
+    let environment: BTreeMap<String, String> = std::env::vars().collect();
+    let launch = detect(&environment).unwrap_or_else(|error| panic!("{error}"))?;
+    let meeting = Meeting::of(&launch, &environment);
+    Some(meeting.and_then(|meeting| Runtime::meet(meeting, options, &AtomicBool::new(false))))
+}
+
+/// A port that is free now.
+#[allow(dead_code, reason = "not every test program meets over TCP")]
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    listener.local_addr().expect("its address").port()
+}
+
+/// Starts `test` of this program as these ranks of so many, which meet over TCP by plain variables.
+#[allow(dead_code, reason = "not every test program meets over TCP")]
+pub fn over_tcp(test: &str, ranks: &[usize], size: usize) -> Vec<Child> {
+    let port = free_port().to_string();
+    let start = |rank: &usize| {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args([test, "--exact", "--nocapture"]).env(TCP, "1");
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("this program starts")
+    };
+    ranks.iter().map(start).collect()
 }
 
 /// All that processes wrote.

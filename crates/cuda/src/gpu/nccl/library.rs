@@ -1,0 +1,252 @@
+//! NCCL's library: where it is found, and its functions by their C types.
+//!
+//! It is loaded by `libloading`, and not by `sys` of cudarc, which does not look for `libnccl.so.2`, the only name in
+//! wheels, containers and packages without headers; which panics where a function is missing; and which has the
+//! configuration of one version of NCCL.
+
+use crate::driver::UniqueId;
+use crate::gpu::GpuError;
+use libloading::Library as Loaded;
+use std::env;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Names the file of the library, and is then the only place where it is looked for.
+const VARIABLE: &str = "MESHWORK_NCCL";
+
+/// Where the loader of the system looks: the folders of `LD_LIBRARY_PATH`, then the system's.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// The folder of NVIDIA's wheels among Python's packages.
+const WHEEL: &str = "nvidia/nccl/lib/libnccl.so.2";
+
+/// The oldest supported version, which can split communicators: 10000 times the major version, 100 times the minor
+/// version, and the patch.
+const OLDEST: c_int = 21_800;
+
+/// A communicator of the library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(super) struct Handle(pub(super) *mut c_void);
+
+// SAFETY: a communicator is not bound to a thread; calls of one are made by one thread at a time, under a lock.
+unsafe impl Send for Handle {}
+
+/// A stream of the driver, which is also one of the runtime that NCCL calls.
+pub(super) type Stream = *mut c_void;
+
+/// A unique id, which is passed by value.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Id(pub(super) [u8; UniqueId::BYTES]);
+
+/// The configuration of a communicator in NCCL 2.18. Later versions have more fields: they read as many bytes as `size`
+/// says, and those fields that `version` had.
+#[derive(Debug)]
+#[repr(C)]
+pub(super) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// Calls return before they are done; the rest as the library has it.
+    pub(super) fn non_blocking() -> Self {
+        const UNDEFINED: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: OLDEST as c_uint,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+/// The code of success, and of a call that goes on in the background.
+pub(super) const SUCCESS: c_int = 0;
+pub(super) const IN_PROGRESS: c_int = 7;
+
+/// Codes by their numbers.
+const CODES: [&str; 9] = [
+    "ncclSuccess",
+    "ncclUnhandledCudaError",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclInvalidArgument",
+    "ncclInvalidUsage",
+    "ncclRemoteError",
+    "ncclInProgress",
+    "ncclTimeout",
+];
+
+macro_rules! functions {
+    ($($field:ident $name:literal ($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+        /// The functions of the library.
+        pub(super) struct Functions { $(pub(super) $field: unsafe extern "C" fn($($type),*) -> $result,)* }
+
+        impl Functions {
+            /// The functions of a library, or the name of one that it lacks.
+            fn load(library: &Loaded) -> Result<Self, &'static str> {
+                // SAFETY: the names and types are those of `nccl.h` since 2.18. The library is never unloaded.
+                Ok(unsafe { Self { $($field: *library.get($name).map_err(|_| $name)?,)* } })
+            }
+        }
+    };
+}
+
+functions! {
+    version "ncclGetVersion" (version: *mut c_int) -> c_int;
+    unique_id "ncclGetUniqueId" (id: *mut Id) -> c_int;
+    init "ncclCommInitRankConfig" (made: *mut Handle, ranks: c_int, id: Id, rank: c_int, config: *mut Config) -> c_int;
+    split "ncclCommSplit" (of: Handle, color: c_int, key: c_int, made: *mut Handle, config: *mut Config) -> c_int;
+    count "ncclCommCount" (of: Handle, count: *mut c_int) -> c_int;
+    user_rank "ncclCommUserRank" (of: Handle, rank: *mut c_int) -> c_int;
+    finalize "ncclCommFinalize" (of: Handle) -> c_int;
+    destroy "ncclCommDestroy" (of: Handle) -> c_int;
+    abort "ncclCommAbort" (of: Handle) -> c_int;
+    async_error "ncclCommGetAsyncError" (of: Handle, error: *mut c_int) -> c_int;
+    error_string "ncclGetErrorString" (code: c_int) -> *const c_char;
+    last_error "ncclGetLastError" (of: Handle) -> *const c_char;
+    all_reduce "ncclAllReduce" (from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, op: c_int, of: Handle, stream: Stream) -> c_int;
+    reduce_scatter "ncclReduceScatter" (from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, op: c_int, of: Handle, stream: Stream) -> c_int;
+    all_gather "ncclAllGather" (from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, of: Handle, stream: Stream) -> c_int;
+    broadcast "ncclBroadcast" (from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, root: c_int, of: Handle, stream: Stream) -> c_int;
+    send "ncclSend" (from: *const c_void, count: usize, dtype: c_int, peer: c_int, of: Handle, stream: Stream) -> c_int;
+    receive "ncclRecv" (to: *mut c_void, count: usize, dtype: c_int, peer: c_int, of: Handle, stream: Stream) -> c_int;
+    group_start "ncclGroupStart" () -> c_int;
+    group_end "ncclGroupEnd" () -> c_int;
+}
+
+/// A loaded library of a version that is new enough.
+pub(super) struct Library {
+    pub(super) functions: Functions,
+    name: String,
+    version: c_int,
+}
+
+impl fmt::Debug for Library {
+    /// `NCCL 2.28.9 (libnccl.so.2)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NCCL {} ({})", shown(self.version), self.name)
+    }
+}
+
+impl Library {
+    /// Looks for the library: where `MESHWORK_NCCL` says, if it is set; else where the system looks for libraries, then
+    /// among the packages of Python and of conda.
+    ///
+    /// # Errors
+    /// All places where it was looked for, or a version that is too old.
+    pub(super) fn find() -> Result<Self, GpuError> {
+        let named = env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let places = match &named {
+            Some(path) => vec![path.clone()],
+            None => NAMES.iter().map(PathBuf::from).chain(packages()).collect(),
+        };
+        // A file that is there and does not load is an error: another one is not what the system would take.
+        for place in &places {
+            // SAFETY: what the library does when it is loaded is what it does in every program that links it.
+            match unsafe { Loaded::new(place) } {
+                Ok(library) => return Self::of(place, library),
+                Err(error) if place.is_file() => {
+                    return Err(GpuError::Unusable { library: place.display().to_string(), why: error.to_string() });
+                }
+                Err(_) => {}
+            }
+        }
+        let path = env::var("LD_LIBRARY_PATH").ok().filter(|path| !path.is_empty());
+        let path = path.map_or("which is not set".to_owned(), |path| format!("which is {path}"));
+        let packages = packages().map(|path| path.display().to_string()).collect::<Vec<_>>();
+        let looked = match named {
+            Some(path) => format!("{}, as {VARIABLE} says", path.display()),
+            None => format!(
+                "{} in LD_LIBRARY_PATH, {path}, and in the system's folders; then {}; {VARIABLE} can name the file",
+                NAMES.join(", "),
+                if packages.is_empty() { "no packages of Python".to_owned() } else { packages.join(", ") }
+            ),
+        };
+        Err(GpuError::NoLibrary { name: "NCCL, which connects GPUs of several processes,", looked })
+    }
+
+    fn of(place: &Path, library: Loaded) -> Result<Self, GpuError> {
+        let unusable = |why| GpuError::Unusable { library: place.display().to_string(), why };
+        let functions = Functions::load(&library).map_err(|name| unusable(format!("it has no function {name}")))?;
+        let mut version = 0;
+        // SAFETY: writes one number.
+        let code = unsafe { (functions.version)(&raw mut version) };
+        if code != SUCCESS {
+            return Err(unusable(format!("ncclGetVersion returned {}", name_of(code))));
+        }
+        if version < OLDEST {
+            let [found, needed] = [version, OLDEST].map(shown);
+            return Err(unusable(format!("it is NCCL {found}, and NCCL {needed} or newer is needed")));
+        }
+        std::mem::forget(library); // its threads may outlive every use of it
+        let name = place.file_name().unwrap_or(place.as_os_str()).to_string_lossy().into_owned();
+        Ok(Self { functions, name, version })
+    }
+
+    /// What a code means, and what the library says of its last error.
+    pub(super) fn meaning(&self, code: c_int) -> String {
+        // SAFETY: the library returns a text of its own, which stays, for every number.
+        let text = unsafe { text_of((self.functions.error_string)(code)) };
+        // SAFETY: as above; it takes no communicator, and returns the last error of this thread.
+        let last = unsafe { text_of((self.functions.last_error)(Handle(std::ptr::null_mut()))) };
+        let last = if last.is_empty() { String::new() } else { format!(": {last}") };
+        format!("{} ({text}){last}", name_of(code))
+    }
+}
+
+/// # Safety
+/// A text that ends with 0, or null.
+unsafe fn text_of(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: as the caller says.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
+}
+
+fn name_of(code: c_int) -> String {
+    let name = usize::try_from(code).ok().and_then(|at| CODES.get(at));
+    name.map_or(format!("code {code}"), |name| (*name).to_owned())
+}
+
+/// `22809` as `2.28.9`.
+fn shown(version: c_int) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+/// Where packages of Python and conda have the library: of the active environment, then of the system.
+fn packages() -> impl Iterator<Item = PathBuf> {
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(env::var_os);
+    let environments = environments.filter(|path| !path.is_empty()).map(PathBuf::from);
+    let roots = environments.chain(["/usr/local", "/usr"].map(PathBuf::from));
+    roots.flat_map(|root| {
+        let conda = root.join("lib/libnccl.so.2");
+        let lib = fs::read_dir(root.join("lib")).into_iter().flatten().flatten().map(|entry| entry.path());
+        let python = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"));
+        let mut found: Vec<PathBuf> = lib
+            .filter(python)
+            .flat_map(|lib| ["site-packages", "dist-packages"].map(|packages| lib.join(packages).join(WHEEL)))
+            .chain([conda])
+            .filter(|path| path.is_file())
+            .collect();
+        found.sort();
+        found
+    })
+}
