@@ -2,6 +2,7 @@
 
 use crate::output::tell;
 use meshwork::plan::fit::{self, Errors};
+use meshwork::plan::table::Row;
 use meshwork::plan::{Constants, Counter, PlanError, System};
 
 /// The constants of a system, fitted to the even rows of its published runs, and the errors with them.
@@ -28,28 +29,33 @@ pub fn errors() -> Result<String, PlanError> {
     );
     for name in System::names() {
         let system = System::known(name)?;
-        for table in fit::published(&system, &mut Counter::default())? {
+        let mut counter = Counter::default();
+        for table in fit::published(&system, &mut counter)? {
             shown += &halves(&system, &table)?;
+        }
+        for table in fit::checked(&system, &mut counter)? {
+            let rows: Vec<_> = table.rows.iter().collect();
+            shown += &line(&system, &format!("{}, none fitted", table.name), &rows)?;
         }
     }
     Ok(shown)
 }
 
 fn halves(system: &System, table: &fit::Published) -> Result<String, PlanError> {
-    let mut shown = String::new();
-    for (what, tests) in [("fitted", false), ("tested", true)] {
-        let Errors { rows, median, ninth_decile, most, pairs, ordered, fit } =
-            fit::errors(system, &fit::half(&table.rows, tests))?;
-        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
-        let order = if pairs == 0 { "none".to_owned() } else { format!("{} of {pairs}", percent(ordered)) };
-        shown += &format!(
-            "| {} | {}, {what} | {rows} | {} | {} | {} | {order} | {fit} of {rows} |\n",
-            system.name,
-            table.name,
-            percent(median),
-            percent(ninth_decile),
-            percent(most),
-        );
-    }
-    Ok(shown)
+    let half = |what: &str, tests| line(system, &format!("{}, {what}", table.name), &fit::half(&table.rows, tests));
+    Ok(half("fitted", false)? + &half("tested", true)?)
+}
+
+/// The errors on some rows, as a row of the table.
+fn line(system: &System, what: &str, rows: &[&Row]) -> Result<String, PlanError> {
+    let Errors { rows, median, ninth_decile, most, pairs, ordered, fit } = fit::errors(system, rows)?;
+    let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+    let order = if pairs == 0 { "none".to_owned() } else { format!("{} of {pairs}", percent(ordered)) };
+    Ok(format!(
+        "| {} | {what} | {rows} | {} | {} | {} | {order} | {fit} of {rows} |\n",
+        system.name,
+        percent(median),
+        percent(ninth_decile),
+        percent(most),
+    ))
 }

@@ -3,7 +3,6 @@
 use crate::error::{PlanError, named};
 use meshwork_train::config::CARDS;
 use serde::Deserialize;
-use std::collections::HashMap;
 
 /// A cluster of equal hosts. The numbers of links are for each card, in bytes a second and one direction.
 #[derive(Clone, Debug, PartialEq)]
@@ -204,21 +203,38 @@ impl Cluster {
         }
     }
 
+    /// The same with so many cards.
+    ///
+    /// # Errors
+    /// A number that is no multiple of the cards of a host; fewer than a host has are one host.
+    pub fn of_cards(&self, cards: usize) -> Result<Self, PlanError> {
+        let each = self.cards_per_host;
+        match cards {
+            1.. if cards <= each => Ok(Self { hosts: 1, cards_per_host: cards, ..self.clone() }),
+            1.. if cards.is_multiple_of(each) => Ok(Self { hosts: cards / each, ..self.clone() }),
+            _ => Err(PlanError::File {
+                file: self.name.clone(),
+                problem: format!("{cards} cards are no whole hosts"),
+                valid: format!("use a multiple of {each}, or 1 to {each}"),
+            }),
+        }
+    }
+
     /// All of its cards.
     pub fn cards(&self) -> usize {
         self.hosts * self.cards_per_host
     }
 
     /// Bytes a second that each rank of a group sends to others of it at the same time, and whether the group is on
-    /// several hosts. `members` are world ranks: neighbours are on one host. A ring leaves a host once, and has the
-    /// links of all its members there.
+    /// several hosts. `members` are world ranks in order: neighbours are on one host. A ring leaves a host once, and
+    /// has the links of all its members there.
     pub fn rate(&self, members: &[usize]) -> (f64, bool) {
-        let mut of_host: HashMap<usize, usize> = HashMap::new();
-        members.iter().for_each(|rank| *of_host.entry(rank / self.cards_per_host).or_default() += 1);
-        match of_host.len() {
+        let host = |rank: usize| rank / self.cards_per_host;
+        let of_hosts = members.chunk_by(|&one, &next| host(one) == host(next));
+        match of_hosts.clone().count() {
             0 | 1 => (self.inside, false),
             _ => {
-                let fewest = of_host.values().min().copied().unwrap_or(1);
+                let fewest = of_hosts.map(<[usize]>::len).min().unwrap_or(1);
                 ((self.between * fewest as f64).min(self.inside), true)
             }
         }

@@ -6,10 +6,12 @@ use crate::system::{Constants, System};
 use crate::table::{Row, Table};
 
 /// Published runs by file.
-const PUBLISHED: [(&str, &str); 3] = [
+const PUBLISHED: [(&str, &str); 5] = [
     ("vtrain.toml", include_str!("../published/vtrain.toml")),
     ("vtrain_single.toml", include_str!("../published/vtrain_single.toml")),
     ("llm_foundry.toml", include_str!("../published/llm_foundry.toml")),
+    ("korthikanti_2022.toml", include_str!("../published/korthikanti_2022.toml")),
+    ("zero_bubble.toml", include_str!("../published/zero_bubble.toml")),
 ];
 
 /// A table of published runs with the rows that are fitted, the even ones, and the rows that test.
@@ -41,13 +43,25 @@ pub struct Errors {
     pub fit: usize,
 }
 
-/// The published runs of a system.
+/// The published runs of a system, of which half are fitted.
 ///
 /// # Errors
 /// A table that cannot be predicted.
 pub fn published(system: &System, counter: &mut Counter) -> Result<Vec<Published>, PlanError> {
+    read(&system.published, system, counter)
+}
+
+/// The published runs of a system of which none is fitted.
+///
+/// # Errors
+/// As [`published`].
+pub fn checked(system: &System, counter: &mut Counter) -> Result<Vec<Published>, PlanError> {
+    read(&system.checked, system, counter)
+}
+
+fn read(files: &[(String, Vec<String>)], system: &System, counter: &mut Counter) -> Result<Vec<Published>, PlanError> {
     let mut all = Vec::new();
-    for (file, tables) in &system.published {
+    for (file, tables) in files {
         let text = named("file", &PUBLISHED, file)?;
         for name in tables {
             let table = Table::from_toml(file, text, name)?;

@@ -5,7 +5,10 @@ mod cluster;
 mod count;
 mod error;
 pub mod fit;
+pub mod goodput;
+mod plan;
 mod predict;
+pub mod search;
 mod system;
 pub mod table;
 
@@ -13,4 +16,4 @@ pub use cluster::{Card, Cluster};
 pub use count::{Collective, Counter, Counts, Passes, Work};
 pub use error::PlanError;
 pub use predict::{Job, Prediction};
-pub use system::{Constants, Held, System};
+pub use system::{Constants, Held, Memory, System};

@@ -3,15 +3,18 @@
 //! ```text
 //! counts of a layer ─ system, cluster ─▶ seconds of a pass ─▶ simulated schedule ─▶ + gradients, optimizer ─▶ a step
 //! ```
+//!
+//! More than 400 lines: every term of a step's time and memory, from products to the optimizer, in one place.
 
 use crate::cluster::Cluster;
 use crate::count::{Counter, Counts, Passes, Work};
 use crate::error::PlanError;
-use crate::system::{Constants, System};
+use crate::system::{Constants, Memory, System};
 use meshwork_pipeline::{Costs, Schedule, Shape, by_name, simulate};
-use meshwork_train::config::{Config, Dtype, RecomputeWord, Recomputed};
+use meshwork_train::config::{Config, Dtype, OffloadWord, RecomputeWord, Recomputed};
+use meshwork_train::plan;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A step as predicted.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +27,10 @@ pub struct Prediction {
     pub bubble: f64,
     /// Seconds in which a card waits for collectives, by the name of the collective and its group.
     pub exposed: BTreeMap<String, f64>,
+    /// Seconds in which a card computes activations again.
+    pub recomputed: f64,
+    /// Seconds that follow the last backward: the optimizer, the waits for gradients and for states that are offloaded.
+    pub update: f64,
     /// Bytes of the fullest card.
     pub memory: f64,
     /// Whether they fit.
@@ -35,11 +42,24 @@ pub struct Prediction {
 /// A configuration with the counts of its layer, to be predicted on any cluster by any constants.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// The configuration.
-    pub config: Config,
+    pub(crate) config: Config,
     counts: Arc<Counts>,
-    /// The counts without recomputation, for the operations of the model.
-    model_flops: f64,
+    /// The counts without recomputation.
+    plain: Arc<Counts>,
+    /// The operations of the model: nothing recomputed counts.
+    pub(crate) model_flops: f64,
+    /// The bytes of the fullest rank by a dry run of the whole step, once somebody has asked.
+    dry: OnceLock<f64>,
+}
+
+/// All passes of all micro-batches.
+#[derive(Clone, Debug)]
+pub(crate) struct Passed {
+    time: Time,
+    /// Seconds in which the slowest rank waits for others.
+    bubble: f64,
+    /// The activations of how many layers, at most, the fullest rank holds.
+    held: f64,
 }
 
 /// A sum of seconds, with those of each collective.
@@ -100,7 +120,19 @@ impl Job {
         let shared = (parallel.tp * parallel.cp) as f64;
         let model_flops =
             each * shared * config.training.global_batch_size as f64 / config.training.micro_batch_size as f64;
-        Ok(Self { config, counts, model_flops })
+        Ok(Self { config, counts, plain: whole, model_flops, dry: OnceLock::new() })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The same with other keys that a layer does not read, such as its schedule.
+    pub(crate) fn with_config(&self, change: impl FnOnce(&mut Config)) -> Self {
+        let mut other = Self { dry: OnceLock::new(), ..self.clone() };
+        change(&mut other.config);
+        other
     }
 
     /// Predicts a step.
@@ -117,21 +149,51 @@ impl Job {
     /// As [`predict`](Self::predict).
     pub fn with(&self, system: &System, constants: &Constants, cluster: &Cluster) -> Result<Prediction, PlanError> {
         let rates = Rates { system, constants, cluster, job: self };
-        let (mut step, bubble, in_flight) = rates.pipeline()?;
-        step.add(&rates.after());
-        let memory = rates.memory(in_flight);
-        let world = self.config.parallelism.world_size().unwrap_or(1) as f64;
-        let peak = if rates.half() { cluster.card.bf16 } else { cluster.card.f32 };
-        let tokens = (self.config.training.global_batch_size * self.config.model.seq_len) as f64;
-        Ok(Prediction {
-            seconds: step.seconds,
-            mfu: self.model_flops / (step.seconds * peak * world),
-            bubble,
-            exposed: step.exposed,
-            memory,
-            fits: memory <= cluster.card.memory,
-            cost: cluster.price.map(|price| price * world * step.seconds / 3600.0 / (tokens / 1e6)),
-        })
+        let memory = match system.memory {
+            Memory::Held => None,
+            Memory::DryRun => Some(self.dry_memory()?),
+        };
+        Ok(rates.step(&rates.pipeline()?, memory))
+    }
+
+    /// A step without the dry run of all of it: its memory is an estimate from the counts of a layer.
+    pub(crate) fn roughly(&self, system: &System, cluster: &Cluster, passed: &Passed) -> Prediction {
+        Rates { system, constants: &system.constants, cluster, job: self }.step(passed, None)
+    }
+
+    /// All passes of all micro-batches.
+    pub(crate) fn passes(&self, system: &System, cluster: &Cluster) -> Result<Passed, PlanError> {
+        Rates { system, constants: &system.constants, cluster, job: self }.pipeline()
+    }
+
+    /// Seconds and bytes that no schedule of this job goes below: no stage waits, and one micro-batch is in flight.
+    pub(crate) fn bound(&self, system: &System, cluster: &Cluster) -> (f64, f64) {
+        let rates = Rates { system, constants: &system.constants, cluster, job: self };
+        let parallel = &self.config.parallelism;
+        let layers = self.config.model.num_layers as f64;
+        let all: f64 =
+            rates.parts().iter().flatten().zip([1.0, 1.0, layers, layers, 1.0, 1.0]).map(|(a, n)| a.seconds * n).sum();
+        let micros = self.config.pipeline.num_microbatches.max(1) as f64;
+        let seconds = all * micros / parallel.pp as f64 + rates.after().seconds;
+        (seconds, rates.memory(layers / parallel.pp as f64))
+    }
+
+    /// Bytes of the fullest rank as `--steps 0` predicts them: a dry run of a whole step of one rank of each stage. The
+    /// first of the ranks along tp, cp, dp and ep has the largest parts.
+    ///
+    /// # Errors
+    /// A step that does not run.
+    pub fn dry_memory(&self) -> Result<f64, PlanError> {
+        if let Some(bytes) = self.dry.get() {
+            return Ok(*bytes);
+        }
+        let mesh = self.config.mesh()?;
+        let of_stage = mesh.world_size() / self.config.parallelism.pp;
+        let mut most = 0;
+        for stage in 0..self.config.parallelism.pp {
+            most = most.max(plan::predict(&self.config, stage * of_stage)?.peak_bytes());
+        }
+        Ok(*self.dry.get_or_init(|| most as f64))
     }
 }
 
@@ -143,6 +205,36 @@ struct Rates<'a> {
 }
 
 impl Rates<'_> {
+    /// The whole step; without bytes of memory these are estimated.
+    fn step(&self, passed: &Passed, memory: Option<f64>) -> Prediction {
+        let (config, cluster) = (&self.job.config, self.cluster);
+        let (mut step, after) = (passed.time.clone(), self.after());
+        step.add(&after);
+        let memory = memory.unwrap_or_else(|| self.memory(passed.held));
+        let world = config.parallelism.world_size().unwrap_or(1) as f64;
+        let peak = if self.half() { cluster.card.bf16 } else { cluster.card.f32 };
+        let tokens = (config.training.global_batch_size * config.model.seq_len) as f64;
+        Prediction {
+            seconds: step.seconds,
+            mfu: self.job.model_flops / (step.seconds * peak * world),
+            bubble: passed.bubble,
+            exposed: step.exposed,
+            recomputed: self.recomputed(),
+            update: after.seconds,
+            memory,
+            fits: memory <= cluster.card.memory,
+            cost: cluster.price.map(|price| price * world * step.seconds / 3600.0 / (tokens / 1e6)),
+        }
+    }
+
+    /// Seconds of a rank that backward takes longer than without recomputation.
+    fn recomputed(&self) -> f64 {
+        let (config, job) = (&self.job.config, self.job);
+        let seconds = |counts: &Counts| self.pass(&counts.parts[1].backward).seconds;
+        let layers = config.pipeline.num_microbatches.max(1) as f64 * config.model.num_layers as f64;
+        (seconds(&job.counts) - seconds(&job.plain)).max(0.0) * layers / config.parallelism.pp as f64
+    }
+
     fn half(&self) -> bool {
         self.job.config.training.dtype != Dtype::F32
     }
@@ -215,35 +307,44 @@ impl Rates<'_> {
     }
 
     /// A layer's pass with the gathers and scatters of its weights: what is not hidden, and what slows the pass down.
+    /// FSDP has them in every stage; others gather weights in stage 3, and scatter gradients from stage 2 on.
     fn sharded(&self, work: &Work, parameters: f64, backward: bool) -> Time {
         let mut time = self.pass(work);
-        if !self.system.by_layer {
+        let (stage, by_layer) = (self.job.config.parallelism.zero_stage, self.system.by_layer);
+        let gathers = stage > 2 || (by_layer && !backward);
+        let scatters = backward && (stage > 1 || by_layer);
+        if !gathers && !scatters {
             return time;
         }
-        let stage = self.job.config.parallelism.zero_stage;
         let gather = self.among_replicas(parameters * self.element());
-        let parts = [("all_gather", !backward || stage > 2), ("reduce_scatter", backward)];
-        let busy = time.seconds;
-        let mut left = busy;
-        for (name, _) in parts.iter().filter(|(_, done)| *done) {
-            let hidden = gather.min(left);
-            left -= hidden;
-            time.wait(&format!("{name} (zero)"), gather - hidden + self.constants.interference * hidden);
+        let mut left = time.seconds;
+        for (name, done) in [("all_gather", gathers), ("reduce_scatter", scatters)] {
+            if done {
+                let hidden = gather.min(left);
+                left -= hidden;
+                time.wait(&format!("{name} (zero)"), gather - hidden + self.constants.interference * hidden);
+            }
         }
         time
     }
 
-    /// All passes of all micro-batches; seconds that the slowest rank waits for others; and the activations of how many
-    /// layers, at most, the fullest rank holds.
-    fn pipeline(&self) -> Result<(Time, f64, f64), PlanError> {
-        let (config, counts) = (&self.job.config, &self.job.counts);
+    /// The passes of one micro-batch, forward and backward, through what is before the layers, a layer, and what is
+    /// behind them.
+    fn parts(&self) -> [[Time; 2]; 3] {
+        let counts = &self.job.counts;
         let [inner, outer] = counts.parameters.map(|number| number as f64);
-        let pass = |part: usize, backward: bool| {
+        let of = |part: usize, backward: bool| {
             let passes: &Passes = &counts.parts[part];
             let work = if backward { &passes.backward } else { &passes.forward };
             self.sharded(work, [outer / 2.0, inner, outer / 2.0][part], backward)
         };
-        let times: [[Time; 2]; 3] = [0, 1, 2].map(|part| [pass(part, false), pass(part, true)]);
+        [0, 1, 2].map(|part| [of(part, false), of(part, true)])
+    }
+
+    /// All passes of all micro-batches.
+    fn pipeline(&self) -> Result<Passed, PlanError> {
+        let config = &self.job.config;
+        let times = self.parts();
         let generator = by_name(&config.pipeline.schedule)?;
         let (pp, chunks) = (config.parallelism.pp, config.pipeline.virtual_stages.max(1));
         let micros = config.pipeline.num_microbatches.max(1);
@@ -254,18 +355,20 @@ impl Rates<'_> {
                 let times = micros as f64 * if part == 1 { layers } else { 1.0 };
                 each.iter().for_each(|time| step.add(&time.scaled(times)));
             }
-            return Ok((step, 0.0, layers));
+            return Ok(Passed { time: step, bubble: 0.0, held: layers });
         }
         let schedule = |micros| generator.build(Shape { pp, virtual_stages: chunks, micros });
         let span = |schedule: &Schedule| -> Result<(f64, f64, f64), PlanError> {
             let stages = schedule.stages();
             let even = layers / stages as f64;
+            let given = &config.pipeline.partition;
+            let of = |stage: usize| if given.len() == stages { given[stage] as f64 } else { even };
             let stage = |pass: usize| -> Vec<f64> {
                 let ends = |stage: usize| {
                     let first = if stage == 0 { times[0][pass].seconds } else { 0.0 };
                     first + if stage + 1 == stages { times[2][pass].seconds } else { 0.0 }
                 };
-                (0..stages).map(|at| even * times[1][pass].seconds + ends(at)).collect()
+                (0..stages).map(|at| of(at) * times[1][pass].seconds + ends(at)).collect()
             };
             let half: Vec<f64> = stage(1).into_iter().map(|seconds| 0.5 * seconds).collect();
             let transfer = self.message();
@@ -277,7 +380,8 @@ impl Rates<'_> {
                 overlap: self.system.sends_behind,
             };
             let timeline = simulate(schedule, &costs)?;
-            let held = timeline.peak_activations().into_iter().fold(0.0, f64::max) * even;
+            let held =
+                timeline.peak_activations().into_iter().fold(0.0, f64::max) * (0..stages).map(of).fold(0.0, f64::max);
             let busy: Vec<f64> =
                 timeline.ranks.iter().map(|row| row.iter().map(|one| one.end - one.start).sum()).collect();
             Ok((timeline.makespan(), busy.into_iter().fold(0.0, f64::max), held))
@@ -288,7 +392,8 @@ impl Rates<'_> {
             let (few, more) = (few + micros % pp, few + micros % pp + pp);
             let (short, long) = (span(&schedule(few)?)?, span(&schedule(more)?)?);
             let rounds = (micros - few) as f64 / pp as f64;
-            (short.0 + rounds * (long.0 - short.0), short.1 + rounds * (long.1 - short.1), long.2)
+            let further = |short: f64, long: f64| short + rounds * (long - short);
+            (further(short.0, long.0), further(short.1, long.1), further(short.2, long.2))
         } else {
             span(&schedule(micros)?)?
         };
@@ -297,7 +402,7 @@ impl Rates<'_> {
             step.add(&pass.scaled(micros as f64 * layers / pp as f64));
         }
         step.seconds = seconds;
-        Ok((step, (seconds - busy).max(0.0), held))
+        Ok(Passed { time: step, bubble: (seconds - busy).max(0.0), held })
     }
 
     /// Seconds of a message between two stages.
@@ -329,13 +434,23 @@ impl Rates<'_> {
         let mut time = Time { seconds: of.step, exposed: BTreeMap::new() };
         let sharded = if parallel.zero_stage > 0 { self.replicas().len() as f64 } else { 1.0 };
         time.seconds += parameters / sharded * of.optimizer / (self.cluster.card.bandwidth * of.memory);
+        if self.job.config.memory.offload == OffloadWord::Optimizer {
+            // The slice of the states comes from the host and goes back, in both directions at once.
+            time.wait("offload (host)", parameters / sharded * self.system.held.states / self.cluster.host);
+        }
         if !self.system.by_layer {
-            let all = self.among_replicas(2.0 * parameters * self.element());
-            let name = if parallel.zero_stage > 0 { "reduce_scatter, all_gather (dp)" } else { "all_reduce (dp)" };
+            let times = |count: f64| self.among_replicas(count * parameters * self.element());
             let [_, layer, _] = &self.job.counts.parts;
             let layers = (self.job.config.model.num_layers as f64 / parallel.pp as f64).ceil();
             let behind = if self.system.overlaps { layers * self.pass(&layer.backward).seconds } else { 0.0 };
-            let hidden = all.min(behind);
+            // From stage 2 on gradients are scattered in every backward, in stage 3 weights are gathered there.
+            let (name, all) = match parallel.zero_stage {
+                0 => ("all_reduce (dp)", times(2.0)),
+                1 => ("reduce_scatter, all_gather (dp)", times(2.0)),
+                2 => ("all_gather (dp)", times(1.0)),
+                _ => return time,
+            };
+            let hidden = if parallel.zero_stage < 2 { all.min(behind) } else { 0.0 };
             time.wait(name, all - hidden + of.interference * hidden);
         }
         time
@@ -346,7 +461,8 @@ impl Rates<'_> {
         let (held, parallel, counts) = (&self.system.held, &self.job.config.parallelism, &self.job.counts);
         let all = self.replicas().len() as f64;
         let share = |stage: usize| if parallel.zero_stage >= stage { all } else { 1.0 };
-        let each = held.weight / share(3) + held.gradient / share(2) + held.states / share(1);
+        let states = if self.job.config.memory.offload == OffloadWord::Optimizer { 0.0 } else { held.states };
+        let each = held.weight / share(3) + held.gradient / share(2) + states / share(1);
         let [_, layer, _] = &counts.parts;
         // Of the layer whose backward runs, a system that gathers by layer has whole weights and gradients.
         let gathered = if self.system.by_layer {

@@ -90,6 +90,18 @@ pub struct Held {
     pub fixed: f64,
 }
 
+/// Where the bytes of a rank are from.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "snake_case")]
+pub enum Memory {
+    /// What the system holds of each parameter and activation.
+    #[default]
+    Held,
+    /// A dry run of a whole step: the bytes that `--steps 0` predicts. What is held is an estimate of them, for
+    /// searches.
+    DryRun,
+}
+
 /// A system.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -113,6 +125,9 @@ pub struct System {
     pub overlaps: bool,
     /// Whether a stage computes while its messages are sent.
     pub sends_behind: bool,
+    /// Where the bytes of a rank are from.
+    #[serde(default)]
+    pub memory: Memory,
     /// What its ranks hold.
     pub held: Held,
     /// The constants that are fitted to published runs; all others are stated.
@@ -120,6 +135,9 @@ pub struct System {
     /// The tables of published runs: a file in `published/` and the tables in it. Even rows are fitted, odd ones test.
     #[serde(default)]
     pub published: Vec<(String, Vec<String>)>,
+    /// Tables of which no row is fitted: all of them test.
+    #[serde(default)]
+    pub checked: Vec<(String, Vec<String>)>,
     /// The constants.
     pub constants: Constants,
 }

@@ -169,6 +169,13 @@ impl Table {
             };
             keys.insert("parallelism.zero_stage".into(), toml::Value::Integer(stage));
         }
+        for (column, key) in [("kv_heads", "model.num_kv_heads"), ("ffn", "model.ffn_hidden_size")] {
+            keys.extend(whole(column)?.map(|value| (key.to_owned(), toml::Value::Integer(value as i64))));
+        }
+        let texts = [("kind", "model.kind"), ("recompute", "memory.recompute"), ("schedule", "pipeline.schedule")];
+        for (column, key) in texts {
+            keys.extend(cells.get(column).map(|&value| (key.to_owned(), value.clone())));
+        }
         if let Some(value) = cells.get("activation_checkpointing") {
             let word = if value.as_bool() == Some(true) || value.as_str() == Some("True") { "full" } else { "none" };
             keys.insert("memory.recompute".into(), word.into());
@@ -187,7 +194,9 @@ impl Table {
         let measured = number("iteration_ms")
             .map(|ms| ms / 1e3)
             .or(number("iteration_s"))
-            .or(number("tok_s_gpu").map(|speed| tokens / (speed * gpus as f64)));
+            .or(number("tok_s_gpu").map(|speed| tokens / (speed * gpus as f64)))
+            .or(number("samples_s_gpu").map(|speed| batch as f64 / (speed * gpus as f64)))
+            .or(number("tflop_s_gpu").map(|speed| job.model_flops / (1e12 * speed * gpus as f64)));
         Ok(Row { job, cluster: Cluster { hosts, ..cluster.clone() }, measured })
     }
 }

@@ -1,5 +1,12 @@
 //! Published runs, as predicted by counts of this library's layers.
 
+#[path = "published/goodput.rs"]
+mod goodput;
+#[path = "published/memory.rs"]
+mod memory;
+#[path = "published/search.rs"]
+mod search;
+
 use meshwork_plan::fit::{errors, half, published};
 use meshwork_plan::table::{Table, configured};
 use meshwork_plan::{Cluster, Counter, Job, Prediction, System};

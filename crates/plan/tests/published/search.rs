@@ -1,0 +1,197 @@
+//! The search of plans.
+
+use meshwork_plan::search::{Found, Keys, search};
+use meshwork_plan::{Cluster, Counter, Memory, System};
+use meshwork_train::config::{Args, Config};
+
+/// A GPT of four layers, small enough that every plan of it can be compared.
+fn small(more: &[(&str, toml::Value)]) -> Keys {
+    let mut keys: Keys = [("model.num_layers", 4), ("model.hidden_size", 64), ("model.seq_len", 64)]
+        .map(|(key, value)| (key.to_owned(), toml::Value::Integer(value)))
+        .into();
+    keys.extend(more.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+    keys
+}
+
+/// The same where nothing but mesh, schedule and ZeRO is open.
+fn narrow() -> Keys {
+    small(&[("training.micro_batch_size", 2.into()), ("memory.recompute", "none".into())])
+}
+
+fn cluster() -> Cluster {
+    Cluster { hosts: 2, cards_per_host: 4, ..Cluster::known("dgx-h100").unwrap() }
+}
+
+/// Without the dry runs of whole steps, which would take most of the time.
+fn quick() -> System {
+    System { memory: Memory::Held, ..System::known("meshwork").unwrap() }
+}
+
+fn found(keys: &Keys, system: &System, cluster: &Cluster, count: usize, counter: &mut Counter) -> Found {
+    search(keys, 16, system, cluster, count, counter, &mut |_, _, _| {}).unwrap()
+}
+
+#[test]
+fn the_same_search_finds_the_same_plans_in_order() {
+    let mut heard = Vec::new();
+    let mut once = |keep: bool| {
+        let mut progress = |what: &str, done: usize, of: usize| {
+            if keep {
+                heard.push((what.to_owned(), done, of));
+            }
+        };
+        search(&narrow(), 16, &quick(), &cluster(), 5, &mut Counter::default(), &mut progress).unwrap()
+    };
+    let (one, other) = (once(true), once(false));
+    let shown = |found: &Found| found.best.iter().map(|plan| plan.command("x")).collect::<Vec<_>>();
+    assert_eq!(shown(&one), shown(&other));
+    assert_eq!(one.best.len(), 5);
+    for pair in one.best.windows(2) {
+        assert!(pair[0].step.seconds <= pair[1].step.seconds && pair[0].mesh != pair[1].mesh);
+        assert!(!pair[1].losses(&one.best[0]).is_empty(), "{}", pair[1].command("x"));
+    }
+    for pair in one.front.windows(2) {
+        assert!(pair[0].step.seconds <= pair[1].step.seconds && pair[0].step.memory > pair[1].step.memory);
+    }
+    for what in ["counting layers", "simulating layouts", "dry runs of the best"] {
+        assert!(heard.iter().any(|(name, done, of)| name == what && done == of), "{what}: {heard:?}");
+    }
+}
+
+/// What is left out by its bound would not be among the best, and not on the front.
+#[test]
+fn plans_that_are_not_simulated_are_behind() {
+    let mut counter = Counter::default();
+    let keys = narrow();
+    let some = found(&keys, &quick(), &cluster(), 2, &mut counter);
+    let all = found(&keys, &quick(), &cluster(), usize::MAX, &mut counter);
+    assert!(some.points.len() < all.points.len(), "{} {}", some.points.len(), all.points.len());
+    for (own, other) in some.best.iter().zip(&all.best) {
+        assert_eq!(own.step.seconds, other.step.seconds);
+    }
+    let front =
+        |found: &Found| found.front.iter().map(|plan| (plan.step.seconds, plan.step.memory)).collect::<Vec<_>>();
+    assert_eq!(front(&some), front(&all));
+}
+
+/// A better cluster never has a slower best plan.
+#[test]
+fn more_bandwidth_memory_or_operations_never_have_a_slower_best_plan() {
+    let mut counter = Counter::default();
+    let keys = narrow();
+    type Change = fn(&mut Cluster, f64);
+    let changes: [(&str, Change); 6] = [
+        ("bf16", |more, by| more.card.bf16 *= by),
+        ("bandwidth", |more, by| more.card.bandwidth *= by),
+        ("memory", |more, by| more.card.memory *= by),
+        ("inside", |more, by| more.inside *= by),
+        ("between", |more, by| more.between *= by),
+        ("host", |more, by| more.host *= by),
+    ];
+    // The model takes about 4 MB: these cards have less, about as much, and more than enough.
+    for memory in [2e6, 4e6, 80e9] {
+        for slow in [1.0, 1e-3] {
+            let mut plain = cluster();
+            plain.card.memory = memory;
+            plain.between *= slow;
+            let before = found(&keys, &quick(), &plain, 1, &mut counter);
+            for (what, change) in changes {
+                for by in [1.1, 4.0] {
+                    let mut more = plain.clone();
+                    change(&mut more, by);
+                    let after = found(&keys, &quick(), &more, 1, &mut counter);
+                    match (before.best.first(), after.best.first()) {
+                        (Some(before), Some(after)) => {
+                            let (own, other) = (after.step.seconds, before.step.seconds);
+                            assert!(own <= other * (1.0 + 1e-9), "{what} times {by}: {own} s, before {other} s");
+                        }
+                        (Some(_), None) => panic!("{what} times {by}: nothing fits any more"),
+                        (None, _) => {}
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The loader of `gpt_train` takes the commands, and reads the plan in them.
+#[test]
+fn commands_are_read_by_the_loader() {
+    let mut counter = Counter::default();
+    for keys in [narrow(), small(&[("training.micro_batch_size", 1.into()), ("moe.num_experts", 4.into())])] {
+        let found = found(&keys, &quick(), &cluster(), 4, &mut counter);
+        assert!(!found.best.is_empty());
+        for plan in &found.best {
+            let command = plan.command("gpt_train");
+            let words = command.split(' ').skip(1).filter(|word| !["--device", "cuda"].contains(word));
+            let config = Config::from_args(&Args::parse(words.chain(["--steps", "0"]))).unwrap();
+            let parallel = &config.parallelism;
+            assert_eq!([parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep], plan.mesh, "{command}");
+            assert_eq!(config.training.global_batch_size, 16, "{command}");
+        }
+    }
+}
+
+/// Where nothing fits, the smallest plan says by how much.
+#[test]
+fn a_model_that_fits_nowhere_has_a_smallest_plan() {
+    let mut tiny = cluster();
+    tiny.card.memory = 1e4;
+    let found = found(&narrow(), &quick(), &tiny, 10, &mut Counter::default());
+    assert!(found.best.is_empty());
+    let smallest = found.smallest.unwrap().step;
+    assert!(!smallest.fits && found.points.iter().all(|[_, bytes]| *bytes >= smallest.memory));
+}
+
+/// Where only offloaded states fit, they are found, and their bytes are those of a dry run.
+#[test]
+fn offloaded_states_are_found_where_nothing_else_fits() {
+    let keys = small(&[
+        ("training.micro_batch_size", 1.into()),
+        ("memory.recompute", "full".into()),
+        ("parallelism.tp", 4.into()),
+        ("parallelism.pp", 1.into()),
+    ]);
+    let system = System::known("meshwork").unwrap();
+    let mut counter = Counter::default();
+    let all = found(&keys, &quick(), &cluster(), usize::MAX, &mut counter);
+    let bytes = |offloaded: bool| {
+        let of = all.front.iter().filter(|plan| plan.keys.contains_key("memory.offload") == offloaded);
+        of.map(|plan| plan.step.memory).fold(f64::INFINITY, f64::min)
+    };
+    assert!(bytes(true) < bytes(false), "{} {}", bytes(true), bytes(false));
+    let plan = &found(&small(&[("memory.offload", "optimizer".into())]), &system, &cluster(), 1, &mut counter).best[0];
+    assert!(plan.step.fits && plan.command("x").contains("memory.offload=optimizer"), "{}", plan.command("x"));
+}
+
+/// Keys that are given stay: one mesh, one schedule.
+#[test]
+fn given_keys_are_kept() {
+    let keys = small(&[
+        ("parallelism.tp", 2.into()),
+        ("parallelism.pp", 2.into()),
+        ("pipeline.schedule", "zb_h1".into()),
+        ("training.micro_batch_size", 1.into()),
+        ("memory.recompute", "full".into()),
+        ("parallelism.zero_stage", 1.into()),
+        ("memory.offload", "none".into()),
+    ]);
+    let found = found(&keys, &quick(), &cluster(), 10, &mut Counter::default());
+    assert_eq!(found.points.len(), 1);
+    let command = found.best[0].command("x");
+    assert!(
+        command.starts_with("x --mesh dp=2,tp=2,pp=2 ") && command.contains("pipeline.schedule=zb_h1"),
+        "{command}"
+    );
+}
+
+#[test]
+fn cards_come_in_hosts() {
+    let cluster = Cluster::known("dgx-h100").unwrap();
+    assert_eq!(cluster.of_cards(16384).unwrap().hosts, 2048);
+    assert_eq!(cluster.of_cards(2).unwrap().cards(), 2);
+    assert_eq!(
+        cluster.of_cards(12).unwrap_err().to_string(),
+        "NVIDIA DGX H100: 12 cards are no whole hosts; use a multiple of 8, or 1 to 8"
+    );
+}

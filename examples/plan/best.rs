@@ -1,0 +1,208 @@
+//! The fastest plans on a cluster: `--cluster`.
+
+use crate::options::Options;
+use crate::output::tell;
+use crate::picture;
+use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, model, search};
+use meshwork::plan::{Cluster, Counter, PlanError, System};
+use serde_json::json;
+use std::io::{IsTerminal, Write, stderr};
+use std::{fs, path::Path};
+
+/// Plans that are shown.
+const SHOWN: usize = 10;
+
+/// How often the cluster is doubled to find one in which a model fits.
+const DOUBLINGS: u32 = 6;
+
+/// The command that trains a plan.
+const TRAIN: &str = "cargo run --release --features cuda --example gpt_train --";
+
+/// The ten best plans, each with what it loses, and the command of the best.
+pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
+    let (system, cluster) = (System::known(&options.system)?, read(cluster, options.cards)?);
+    let given = keys(options)?;
+    let tokens = tokens(&options.tokens_per_batch)?;
+    let model = model(&given)?.model;
+    let samples = (tokens / model.seq_len).max(1);
+    let mut counter = Counter::default();
+    let found = search(&given, samples, &system, &cluster, SHOWN, &mut counter, &mut progress)?;
+    if let Some(path) = &options.picture {
+        picture::write(path, &found, &cluster, &options.preset.clone().unwrap_or_default())?;
+    }
+    let Some(first) = found.best.first() else {
+        return Err(nothing_fits(&found, &given, samples, &system, &cluster, &mut counter)?);
+    };
+    if options.json {
+        return Ok(found.best.iter().map(line).collect());
+    }
+    let mut text = format!(
+        "{}: {} {} cards; {samples} sequences of {} tokens a step\n{} plans compared, {} layers counted\n\n",
+        cluster.name,
+        cluster.cards(),
+        cluster.card.name,
+        model.seq_len,
+        found.plans,
+        found.layers,
+    );
+    text += &table(&found, first, &cluster);
+    Ok(text)
+}
+
+fn table(found: &Found, first: &Plan, cluster: &Cluster) -> String {
+    let mut text = format!("    {:>9} {:>6} {:>9}  plan\n", "step", "mfu", "memory");
+    for (at, plan) in found.best.iter().enumerate() {
+        let why = if at == 0 { "the best".to_owned() } else { why(plan, first) };
+        text += &format!(
+            "{:>3} {:>7.3} s {:>5.1}% {:>6.1} GB  {}\n{:32}{why}\n",
+            at + 1,
+            plan.step.seconds,
+            100.0 * plan.step.mfu,
+            plan.step.memory / 1e9,
+            describe(plan),
+            "",
+        );
+    }
+    if let Some(plan) = &found.too_large {
+        text += &format!(
+            "\nfaster, but {:.1} GB too large for a card: {:.3} s with {}\n",
+            (plan.step.memory - cluster.card.memory) / 1e9,
+            plan.step.seconds,
+            describe(plan)
+        );
+    }
+    let waits: Vec<String> =
+        first.step.exposed.iter().map(|(name, seconds)| format!("{name} {seconds:.3} s")).collect();
+    text += &format!("\nthe best waits: bubble {:.3} s, {}\n", first.step.bubble, waits.join(", "));
+    text.extend(first.step.cost.map(|dollars| format!("it costs ${dollars:.3} for a million tokens\n")));
+    text + &format!("\n{}\n", first.command(TRAIN))
+}
+
+/// Why a plan loses: the two largest parts.
+fn why(plan: &Plan, best: &Plan) -> String {
+    let losses = plan.losses(best);
+    let words = losses.iter().take(2).map(|(loss, more)| match loss {
+        Loss::Bubble => format!("bubble +{more:.3} s"),
+        Loss::Traffic => format!("traffic +{more:.3} s"),
+        Loss::Recomputation => format!("recomputation +{more:.3} s"),
+        Loss::Computation => format!("computation +{more:.3} s"),
+        Loss::Memory => format!("memory +{:.1} GB", more / 1e9),
+    });
+    words.collect::<Vec<_>>().join(", ")
+}
+
+/// The mesh and the chosen keys in few words.
+fn describe(plan: &Plan) -> String {
+    let word = |key: &str| plan.keys.get(key).map(|value| value.as_str().map_or(value.to_string(), str::to_owned));
+    let mut words = vec![plan.mesh_flag().trim_start_matches("--mesh ").to_owned()];
+    let mut add = |name: &str, value: Option<String>| words.extend(value.map(|value| format!("{name}{value}")));
+    add("", word("pipeline.schedule"));
+    add("chunks ", word("pipeline.virtual_stages"));
+    add("micro-batch ", word("training.micro_batch_size"));
+    add("zero ", word("parallelism.zero_stage").filter(|stage| stage != "0"));
+    add("recompute ", word("memory.recompute").filter(|word| word != "none"));
+    add("offload ", word("memory.offload"));
+    words.join(", ")
+}
+
+/// By how much the smallest plan does not fit, and the smallest cluster of doubled hosts where one does.
+fn nothing_fits(
+    found: &Found,
+    given: &Keys,
+    samples: usize,
+    system: &System,
+    cluster: &Cluster,
+    counter: &mut Counter,
+) -> Result<PlanError, PlanError> {
+    let refuse = |problem: String, valid: String| PlanError::File {
+        file: format!("{} cards of {}", cluster.cards(), cluster.name),
+        problem,
+        valid,
+    };
+    let Some(least) = &found.smallest else {
+        let valid = "use another number of cards, or another batch".to_owned();
+        return Ok(refuse("no mesh of all cards takes this model and batch".to_owned(), valid));
+    };
+    let problem = format!(
+        "nothing fits: the smallest plan takes {:.1} GB of a card, {:.1} GB too much: {}",
+        least.step.memory / 1e9,
+        (least.step.memory - cluster.card.memory) / 1e9,
+        describe(least)
+    );
+    for doubled in 1..=DOUBLINGS {
+        let larger = Cluster { hosts: cluster.hosts << doubled, ..cluster.clone() };
+        if let Some(plan) = search(given, samples, system, &larger, 1, counter, &mut progress)?.best.first() {
+            let valid = format!(
+                "the nearest that fits are {} cards, with {:.1} GB of each and {:.3} s a step: {}",
+                larger.cards(),
+                plan.step.memory / 1e9,
+                plan.step.seconds,
+                plan.command(TRAIN)
+            );
+            return Ok(refuse(problem, valid));
+        }
+    }
+    let most = cluster.cards() << DOUBLINGS;
+    Ok(refuse(problem, format!("{most} cards do not hold it either: use a smaller model or micro-batch")))
+}
+
+/// A plan as a line of JSON.
+fn line(plan: &Plan) -> String {
+    let step = &plan.step;
+    let line = json!({
+        "predicted_s": step.seconds, "mfu": step.mfu, "memory_bytes": step.memory.round() as u64, "fits": step.fits,
+        "bubble_s": step.bubble, "recomputed_s": step.recomputed, "exposed_s": step.exposed,
+        "mesh": plan.mesh_flag().trim_start_matches("--mesh "), "keys": plan.keys, "command": plan.command(TRAIN),
+    });
+    format!("{line}\n")
+}
+
+/// A cluster by its file or its name, with this number of cards.
+fn read(name: &str, cards: Option<usize>) -> Result<Cluster, PlanError> {
+    let cluster = match Path::new(name).extension() {
+        None => Cluster::known(name)?,
+        Some(_) => {
+            let text = fs::read_to_string(name).map_err(|error| PlanError::File {
+                file: name.to_owned(),
+                problem: error.to_string(),
+                valid: format!("use a TOML file, or one of {}", Cluster::names().collect::<Vec<_>>().join(", ")),
+            })?;
+            Cluster::from_toml(name, &text)?
+        }
+    };
+    cards.map_or(Ok(cluster.clone()), |cards| cluster.of_cards(cards))
+}
+
+/// The keys that the search keeps.
+fn keys(options: &Options) -> Result<Keys, PlanError> {
+    let preset = options.preset.iter().map(|name| format!("model.preset={name}"));
+    preset.chain(options.set.iter().cloned()).map(|text| assigned(&text)).collect()
+}
+
+/// 4M is 4 · 1024², as models of powers of two are trained.
+fn tokens(text: &str) -> Result<usize, PlanError> {
+    let (digits, unit) = match text.to_ascii_uppercase().chars().last() {
+        Some('K') => (&text[..text.len() - 1], 1 << 10),
+        Some('M') => (&text[..text.len() - 1], 1 << 20),
+        _ => (text, 1),
+    };
+    let number = digits.parse::<f64>().ok().map(|number| number * f64::from(unit));
+    let number = number.filter(|tokens| *tokens >= 1.0 && *tokens < 1e15);
+    number.map(|tokens| tokens as usize).ok_or_else(|| flag("--tokens-per-batch", text, "use a number such as 4M"))
+}
+
+fn flag(flag: &str, value: &str, valid: &str) -> PlanError {
+    PlanError::File { file: format!("{flag} {value}"), problem: "cannot be read".into(), valid: valid.into() }
+}
+
+/// Shows how far a search is: on a terminal in one line, else a line for each part.
+fn progress(what: &str, done: usize, of: usize) {
+    if stderr().is_terminal() {
+        _ = write!(stderr(), "\r\x1b[K{what}: {done} of {of}");
+        if done == of {
+            _ = write!(stderr(), "\r\x1b[K");
+        }
+    } else if done == of {
+        tell(&format_args!("{what}: {of}"));
+    }
+}
