@@ -2,6 +2,7 @@
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting. Started by
 //! `mpirun` or `srun`, its ranks are processes: docs/clusters.md.
 
+mod auto;
 mod card;
 mod compression;
 #[path = "../shared/output.rs"]
@@ -25,12 +26,16 @@ fn main() -> ExitCode {
     if args.help {
         return show_fitted(&usage("cargo run --release --example gpt_train --"));
     }
+    let (args, measured) = match auto::chosen(args) {
+        Ok(chosen) => chosen,
+        Err(error) => return fail(BAD_INPUT, &error),
+    };
     let (config, data) = match load(&args) {
         Ok(loaded) => loaded,
         Err(error) => return fail(BAD_INPUT, &error),
     };
     let leads = config.leads();
-    for notice in config.notices.iter().filter(|_| leads) {
+    for notice in measured.iter().chain(&config.notices).filter(|_| leads) {
         tell(&format_args!("note: {notice}"));
     }
     if !leads && (args.plan_memory || config.training.steps == 0) {

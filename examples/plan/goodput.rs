@@ -13,10 +13,7 @@ const CARDS: [usize; 10] = [8, 64, 512, 1024, 4096, 8192, 16384, 32768, 65536, 1
 const RECOVERIES: [(f64, &str); 3] = [
     (600.0, "all ranks start again from a checkpoint (10 minutes, as FT-HSDP says of its old way)"),
     (180.0, "replicas go on, and one joins again (3 minutes, as FT-HSDP says of its new way)"),
-    (
-        0.2,
-        "survivors go on in place from memory (0.2 s, the drills of docs/clusters.md with a tiny model on two cores)",
-    ),
+    (0.2, "survivors go on from memory (0.2 s, a tiny model on two cores: docs/clusters.md)"),
 ];
 
 /// Points of a curve.

@@ -1,6 +1,6 @@
 //! The inputs: flags, configuration files, data; and the reports without training.
 
-use crate::program::{SMALL, events, folder, metrics, numbers, run, succeed, unwrapped};
+use crate::program::{SMALL, UNSAMPLED, events, folder, metrics, numbers, run, succeed, unwrapped};
 use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
@@ -45,6 +45,23 @@ fn no_steps_report_the_mesh_without_training() {
         assert_eq!(report.matches("(pp rank ").count(), ranks.len(), "{report}");
         assert!(!report.contains("loss") && !path.exists(), "{report}");
     }
+}
+
+/// The mesh that it names is one of the cores, and the one that was the fastest.
+#[test]
+fn an_automatic_mesh_is_the_fastest_that_was_measured() {
+    let ended = run(&format!("{SMALL} {UNSAMPLED} --mesh auto --steps 1"));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let note = unwrapped(&ended.err);
+    let (_, told) = note.split_once("note: --mesh ").unwrap();
+    let (mesh, times) = told.split_once(", of a step's time with ").unwrap();
+    let (fastest, _) = times.split_once(' ').unwrap();
+    assert_eq!(mesh, fastest, "{note}");
+    let ranks: usize = mesh.split(',').map(|axis| axis.split_once('=').unwrap().1.parse::<usize>().unwrap()).product();
+    assert!(ranks <= std::thread::available_parallelism().unwrap().get(), "{note}");
+    let refused = run("--mesh auto --device cuda:h100 --steps 0");
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.err.contains("--mesh auto measures the CPU"), "{}", refused.err);
 }
 
 #[test]

@@ -12,7 +12,9 @@ type Case = ([i64; 4], &'static [(&'static str, &'static str)]);
 fn the_planner_and_a_dry_run_of_all_ranks_agree_to_the_byte() {
     let (system, cluster) = (System::known("meshwork").unwrap(), Cluster::known("dgx-h100").unwrap());
     // 257 tokens of a vocabulary are no multiple of tp.
-    let meshes: [Case; 9] = [
+    let meshes: [Case; 10] = [
+        // The last stage is the fullest: it has the logits of many tokens.
+        ([1, 1, 2, 1], &[("model.vocab_size", "8192")]),
         ([1, 1, 1, 1], &[]),
         ([4, 1, 1, 1], &[("parallelism.zero_stage", "3")]),
         ([2, 2, 1, 1], &[("parallelism.sequence_parallel", "true"), ("parallelism.zero_stage", "1")]),
