@@ -153,11 +153,8 @@ pub fn attention_is_that_of_the_cpu() {
             over(40, case([3, 37, 4, 8], [2, 2, 0], false, true)),
         ),
         shows(Shown { bias: true, ..Shown::default() }, case([2, 37, 2, 20], [1, 2, 0], false, false)),
-        case([1, 37, 2, 256], [2, 1, 0], true, true),
-        shows(
-            Shown { cap: Some(1.5), ..Shown::default() },
-            windowed(20, case([1, 40, 1, 130], [1, 1, 0], true, false)),
-        ),
+        case([1, 19, 2, 256], [2, 1, 0], true, true),
+        shows(Shown { cap: Some(1.5), ..Shown::default() }, windowed(9, case([1, 21, 1, 130], [1, 1, 0], true, false))),
     ];
     let precisions = [Precision::F32, Precision::Bf16];
     for (Case { dims, groups, rotated, dropped, documents, window, shown }, precision) in
@@ -398,16 +395,15 @@ fn positions_that_do_not_follow_are_seen() {
 #[test]
 fn a_variant_that_holds_its_queries_is_near_the_cpu() {
     let variant = VARIANTS.iter().find(|variant| variant.name == "keys=64, held").expect("the variant");
-    build::with_variant(variant, None, attention_on_tensor_cores_is_near_that_of_the_cpu);
+    build::with_variant(variant, None, some_attention_on_tensor_cores_is_near_that_of_the_cpu);
 }
 
 /// The usual forms for heads of up to 256, and those for little shared memory.
 #[test]
 fn long_heads_on_tensor_cores_are_near_those_of_the_cpu() {
-    let long = case([1, 150, 2, 256], [2, 1, 0], false, false);
     let cases = [
-        long,
-        Case { dropped: true, ..long },
+        case([1, 90, 2, 256], [2, 1, 0], false, false),
+        case([1, 75, 1, 256], [1, 1, 0], false, true),
         Case { documents: Some(true), window: Some(60), ..case([1, 90, 1, 136], [1, 1, 0], false, false) },
     ];
     let run = || is_near_that_of_the_cpu(&cases);
@@ -420,9 +416,18 @@ fn long_heads_on_tensor_cores_are_near_those_of_the_cpu() {
     }
 }
 
+/// Some of the cases below, which miss every barrier of the kernels, for a test that runs them again and again.
+pub fn some_attention_on_tensor_cores_is_near_that_of_the_cpu() {
+    is_near_that_of_the_cpu(&[
+        case([1, 300, 1, 64], [1, 1, 0], false, false),
+        Case { documents: Some(true), ..case([1, 150, 1, 128], [1, 1, 0], false, false) },
+        case([1, 75, 1, 256], [1, 1, 0], false, true),
+    ]);
+}
+
 /// Attention of bf16 on tensor cores against that of the CPU in f32 on the same operands, norm-wise.
 #[test]
-pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
+fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let of_documents = |case| Case { documents: Some(true), ..case };
     let among = |count, first_query, case: Case| Case {
         dims: Dims { keys: Keys::new(count, first_query), ..case.dims },

@@ -168,11 +168,6 @@ fn is_barrier(line: &str) -> bool {
     !line.starts_with("DEVICE") && ["__syncthreads();", "wait_for_bytes("].iter().any(|wait| line.contains(wait))
 }
 
-/// All barriers if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else every third one.
-fn is_sampled(barrier: usize) -> bool {
-    barrier.is_multiple_of(3) || std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all")
-}
-
 #[test]
 fn every_barrier_of_a_kernel_is_needed() {
     every_barrier_is_needed(SOURCES);
@@ -193,7 +188,7 @@ fn every_barrier_is_needed(sources: &[&Source]) {
             "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, elementwise::softmax_is_that_of_the_cpu],
             "grouped_tensor.cu" => &[experts::products_of_groups_on_tensor_cores_are_near_those_of_the_cpu],
             name if name.starts_with("flash") || name == "tensor_core.cuh" => {
-                &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
+                &[attention::some_attention_on_tensor_cores_is_near_that_of_the_cpu]
             }
             "message.cuh" => &[
                 compression::the_largest_are_those_of_the_cpu,
@@ -213,9 +208,6 @@ fn every_barrier_is_needed(sources: &[&Source]) {
         let lines = source.text.lines().enumerate().filter(|(_, line)| is_barrier(line));
         for (at, _) in lines.filter(|(_, line)| !line.starts_with("//")) {
             found += 1;
-            if !is_sampled(found) {
-                continue;
-            }
             library.skip_barrier(source.name, at + 1).expect("a line of a source");
             let failures =
                 tests.iter().filter_map(|test| build::with(library, || catch_unwind(AssertUnwindSafe(test))).err());

@@ -333,14 +333,15 @@ fn a_profile_waits_for_what_it_times_and_a_run_without_one_does_not() {
 
 /// Attention runs on tensor cores where fast numerics round to bf16, and nowhere else.
 #[test]
-fn tensor_cores_have_the_attention_that_rounds_and_drops_nothing() {
+fn tensor_cores_have_the_attention_that_rounds() {
     let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 0, first_head: 0, global_heads: 2 };
     let (fast, cpu) = (Products::OfTheLibrary, Products::OfTheCpu);
     for (products, precision, head_dim, dropout, flash) in [
         (fast, Precision::Bf16, 16, None, true),
         (fast, Precision::Bf16, 128, None, true),
+        (fast, Precision::Bf16, 256, None, true),
         (fast, Precision::Bf16, 12, None, false),
-        (fast, Precision::Bf16, 16, Some(&dropout), false),
+        (fast, Precision::Bf16, 16, Some(&dropout), true),
         (fast, Precision::F32, 16, None, false),
         (cpu, Precision::Bf16, 16, None, false),
     ] {
