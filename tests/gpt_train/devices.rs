@@ -221,7 +221,7 @@ fn ranks_share_the_gpus_of_a_machine() {
         assert_eq!(numbers_of(&lines(&path)), want, "{more} {settings:?}");
     }
     let report = fs::read_to_string(folder.join("report")).unwrap();
-    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
+    let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued, 0 communicators";
     let ends: Vec<&str> = report.lines().filter(|line| line.starts_with("left: ")).collect();
     assert!(!ends.is_empty() && ends.iter().all(|end| *end == left), "{report}");
 
