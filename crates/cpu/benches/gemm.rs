@@ -217,7 +217,7 @@ fn peak_of(threads: usize, rounds: usize) -> f64 {
     flops as f64 / start.elapsed().as_nanos().max(1) as f64
 }
 
-/// Chains of fused multiply-adds of vectors of so many lanes.
+/// Runs independent chains of fused multiply-adds, whose vectors have `LANES` numbers.
 fn chains<const LANES: usize>(rounds: usize) {
     let (x, y) = black_box(([0.5_f32; LANES], [1.0_f32; LANES]));
     black_box(wide!({

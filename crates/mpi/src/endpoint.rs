@@ -1,7 +1,7 @@
 //! One rank's end of a world: its groups, its operations under way, its waits, and what it was told of faults.
 //!
 //! All of it is behind one lock, which the rank takes when it starts an operation or waits, and the thread of MPI while
-//! the rank computes. Whoever has it goes through what has arrived and does what can be done.
+//! the rank computes. The holder of the lock goes through what has arrived and does what can be done.
 //!
 //! More than 400 lines: everything that the one lock guards.
 

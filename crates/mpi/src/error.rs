@@ -50,7 +50,7 @@ pub enum MpiError {
         problem: String,
     },
     /// There is no library that adds up.
-    #[error("{library}, which take no sums: use comm.reduction = \"tree\"")]
+    #[error("sums by a library need MPI, and there is none ({library}): use comm.reduction = \"tree\"")]
     NoSums {
         /// How the processes are connected.
         library: String,

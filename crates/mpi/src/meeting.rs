@@ -143,7 +143,8 @@ impl Meeting {
         let hello = Hello { job: JOB, rank: self.rank, size: self.size, port: here };
         let mut first = wait.connect(&self.host, port)?;
         write(&mut first, &hello).map_err(text)?;
-        first.set_read_timeout(Some(wait.left())).map_err(text)?;
+        // Rank 0 listens already, so it knows within `longest` from now who is missing: its word names them.
+        first.set_read_timeout(Some(wait.longest + wait.longest / 8)).map_err(text)?;
         let told: Table = read(&mut first).map_err(|error| match error.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
                 format!("rank 0 has not said within {:?} where the others are", wait.longest)

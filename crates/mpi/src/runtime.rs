@@ -145,7 +145,7 @@ impl Runtime {
         if ranks_per_process == 0 {
             return Err(MpiError::RanksPerProcess(0));
         }
-        let description = format!("TCP: {} processes, of which the first is on {}", meeting.size, meeting.host);
+        let description = format!("TCP: {} processes; rank 0 is on {}", meeting.size, meeting.host);
         if reduction == Reduction::Native {
             return Err(MpiError::NoSums { library: description });
         }

@@ -2,8 +2,8 @@
 //!
 //! It is made for what ranks tell each other beside the elements of their GPUs, and for a few processes: a poll asks
 //! each connection. A process that ends, however it does, closes its connections, so that the others hear of it at
-//! once. Nothing is encrypted, and who can reach the ports can join: as with MPI and NCCL, the network is the job's
-//! own.
+//! once. Nothing is encrypted, and any process that reaches the ports can join: as with MPI and NCCL, the network must
+//! belong to the job.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
@@ -29,7 +29,7 @@ pub(crate) struct Sockets<T> {
     /// Large messages that are awaited, and those that came before they were: by process and tag.
     awaited: HashMap<(usize, usize), (Claim, T)>,
     early: HashMap<(usize, usize), Vec<u8>>,
-    /// What is told at the next poll.
+    /// Events that the next poll reports.
     noticed: VecDeque<Event<T>>,
 }
 
@@ -98,9 +98,8 @@ impl<T> Sockets<T> {
         head[..8].copy_from_slice(&tag.to_le_bytes());
         head[8..].copy_from_slice(&(body.bytes().len() as u64).to_le_bytes());
         line.out.push_back(Outgoing { head, body, sent: 0 });
-        if let Err(why) = line.write() {
-            self.lose(to, &why);
-        }
+        // A failure shows in the next poll too, which first reads what the process had sent.
+        _ = line.write();
     }
 
     /// A process is not reached any more.
@@ -269,4 +268,41 @@ impl<T: Send> Carrier<T> for Sockets<T> {
 
     /// The system sends what is left.
     fn close(self: Box<Self>, _: bool) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::thread;
+    use std::time::Duration;
+
+    /// A process that ends resets its connection where it has not read everything. What it had sent before is not lost,
+    /// whatever is sent to it meanwhile.
+    #[test]
+    fn the_last_message_of_a_process_arrives_before_its_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let mut sockets: Sockets<()> = Sockets::new(vec![None, Some(stream)]).unwrap();
+        other.write_all(&[&FIRST.to_le_bytes(), &4_u64.to_le_bytes(), &b"last"[..]].concat()).unwrap();
+        sockets.first(1, Block::from(&b"unread"[..]));
+        drop(other);
+        for _ in 0..3 {
+            thread::sleep(Duration::from_millis(20));
+            sockets.first(1, Block::from(&b"too late"[..]));
+        }
+        let mut events = Vec::new();
+        for _ in 0..10 {
+            thread::sleep(Duration::from_millis(5));
+            sockets.poll(&mut |event| {
+                events.push(match event {
+                    Event::First(block) => String::from_utf8(block.into_vec()).unwrap(),
+                    Event::Lost(process, why) => format!("{process} is lost: {why}"),
+                    Event::Landed(..) | Event::Failed(..) => unreachable!("there is no large message and no sum"),
+                });
+            });
+        }
+        assert_eq!(events, ["last", "1 is lost: its process ended"]);
+    }
 }

@@ -13,9 +13,9 @@ use serde::Deserialize;
 /// What a failure and a checkpoint take, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// Training stops so long for a checkpoint.
+    /// How long a checkpoint stops training.
     pub save: f64,
-    /// A checkpoint is written so long behind training: until then a failure goes back to the one before.
+    /// How long a checkpoint is written while training goes on. A failure meanwhile goes back to the one before.
     pub write: f64,
     /// From a failure until training goes on from a checkpoint.
     pub recover: f64,

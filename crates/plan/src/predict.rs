@@ -48,7 +48,7 @@ pub struct Job {
     plain: Arc<Counts>,
     /// The operations of the model: nothing recomputed counts.
     pub(crate) model_flops: f64,
-    /// The bytes of the fullest rank by a dry run of the whole step, once somebody has asked.
+    /// The bytes of the fullest rank by a dry run of the whole step, after the first [`Self::dry_memory`].
     dry: OnceLock<f64>,
 }
 

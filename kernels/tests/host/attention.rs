@@ -85,6 +85,16 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 
 #[test]
 pub fn attention_is_that_of_the_cpu() {
+    is_that_of_the_cpu(Precision::F32);
+}
+
+#[test]
+fn attention_of_rounded_operands_is_that_of_the_cpu() {
+    is_that_of_the_cpu(Precision::Bf16);
+}
+
+#[track_caller]
+fn is_that_of_the_cpu(precision: Precision) {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
     let among = |count, first_query, case: Case| Case {
         dims: Dims { keys: Keys::new(count, first_query), ..case.dims },
@@ -156,10 +166,7 @@ pub fn attention_is_that_of_the_cpu() {
         case([1, 19, 2, 256], [2, 1, 0], true, true),
         shows(Shown { cap: Some(1.5), ..Shown::default() }, windowed(9, case([1, 21, 1, 130], [1, 1, 0], true, false))),
     ];
-    let precisions = [Precision::F32, Precision::Bf16];
-    for (Case { dims, groups, rotated, dropped, documents, window, shown }, precision) in
-        cases.into_iter().flat_map(|case| precisions.map(|precision| (case, precision)))
-    {
+    for Case { dims, groups, rotated, dropped, documents, window, shown } in cases {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| {
@@ -391,11 +398,15 @@ fn positions_that_do_not_follow_are_seen() {
     }
 }
 
-/// Queries that stay in registers, a step of 64 keys.
+/// Queries that stay in registers, a step of 64 keys: in all cases if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`,
+/// else in some.
 #[test]
 fn a_variant_that_holds_its_queries_is_near_the_cpu() {
     let variant = VARIANTS.iter().find(|variant| variant.name == "keys=64, held").expect("the variant");
-    build::with_variant(variant, None, some_attention_on_tensor_cores_is_near_that_of_the_cpu);
+    let all = std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all");
+    let some: fn() = some_attention_on_tensor_cores_is_near_that_of_the_cpu;
+    let run = if all { attention_on_tensor_cores_is_near_that_of_the_cpu } else { some };
+    build::with_variant(variant, None, run);
 }
 
 /// The usual forms for heads of up to 256, and those for little shared memory.
@@ -416,7 +427,7 @@ fn long_heads_on_tensor_cores_are_near_those_of_the_cpu() {
     }
 }
 
-/// Some of the cases below, which miss every barrier of the kernels, for a test that runs them again and again.
+/// Some of the cases below, which fail without any one of the kernels' barriers, for tests that repeat them.
 pub fn some_attention_on_tensor_cores_is_near_that_of_the_cpu() {
     is_near_that_of_the_cpu(&[
         case([1, 300, 1, 64], [1, 1, 0], false, false),

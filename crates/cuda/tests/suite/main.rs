@@ -59,7 +59,7 @@ fn drivers(order: Order, devices: usize, peers: fn(usize, usize) -> bool) -> Opt
     Some(machine(order, devices, peers)?.into_iter().map(|driver| driver as Arc<dyn Driver>).collect())
 }
 
-/// Devices of which none reads the memory of another: each rank has one, as over NCCL.
+/// Devices that cannot read each other's memory, as GPUs of different processes; one for each rank.
 fn apart(order: Order, devices: usize) -> Option<Vec<Arc<dyn Driver>>> {
     drivers(order, devices, |_, _| false)
 }

@@ -27,8 +27,8 @@ thread_local! {
     pub(super) static IN_TEST: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
 }
 
-/// Columns whose [`K_BLOCK`] terms take at most three quarters of a cache of so many bytes: A, C and the prefetched
-/// lines need the rest. Whole pieces, because a packed B consists of them.
+/// How many columns of B, with [`K_BLOCK`] terms each, fill three quarters of a cache of `bytes` bytes. The rest is for
+/// A, C and prefetched lines. It is a multiple of [`PIECE`], because a packed B consists of whole pieces.
 fn columns_in(bytes: usize) -> usize {
     let columns = bytes / 4 * 3 / (K_BLOCK * size_of::<f32>());
     (columns / PIECE * PIECE).clamp(PIECE, N_BLOCK)

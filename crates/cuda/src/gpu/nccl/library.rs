@@ -13,9 +13,6 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names the file of the library, and is then the only place where it is looked for.
-const VARIABLE: &str = "MESHWORK_NCCL";
-
 /// Where the loader of the system looks: the folders of `LD_LIBRARY_PATH`, then the system's.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
@@ -146,22 +143,16 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Looks for the library: where `MESHWORK_NCCL` says, if it is set; else where the system looks for libraries, then
-    /// among the packages of Python and of conda.
+    /// Looks for the library: where the system looks for libraries, then among the packages of Python and of conda.
     ///
     /// # Errors
     /// All places where it was looked for, or a version that is too old.
     pub(super) fn find() -> Result<Self, GpuError> {
-        let named = env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
-        let places = match &named {
-            Some(path) => vec![path.clone()],
-            None => NAMES.iter().map(PathBuf::from).chain(packages()).collect(),
-        };
         // A file that is there and does not load is an error: another one is not what the system would take.
-        for place in &places {
+        for place in NAMES.iter().map(PathBuf::from).chain(packages()) {
             // SAFETY: what the library does when it is loaded is what it does in every program that links it.
-            match unsafe { Loaded::new(place) } {
-                Ok(library) => return Self::of(place, library),
+            match unsafe { Loaded::new(&place) } {
+                Ok(library) => return Self::of(&place, library),
                 Err(error) if place.is_file() => {
                     return Err(GpuError::Unusable { library: place.display().to_string(), why: error.to_string() });
                 }
@@ -171,14 +162,11 @@ impl Library {
         let path = env::var("LD_LIBRARY_PATH").ok().filter(|path| !path.is_empty());
         let path = path.map_or("which is not set".to_owned(), |path| format!("which is {path}"));
         let packages = packages().map(|path| path.display().to_string()).collect::<Vec<_>>();
-        let looked = match named {
-            Some(path) => format!("{}, as {VARIABLE} says", path.display()),
-            None => format!(
-                "{} in LD_LIBRARY_PATH, {path}, and in the system's folders; then {}; {VARIABLE} can name the file",
-                NAMES.join(", "),
-                if packages.is_empty() { "no packages of Python".to_owned() } else { packages.join(", ") }
-            ),
-        };
+        let looked = format!(
+            "{} in LD_LIBRARY_PATH, {path}, and in the system's folders; then {}",
+            NAMES.join(", "),
+            if packages.is_empty() { "no packages of Python".to_owned() } else { packages.join(", ") }
+        );
         Err(GpuError::NoLibrary { name: "NCCL, which connects GPUs of several processes,", looked })
     }
 

@@ -187,7 +187,7 @@ impl Comms {
         // SAFETY: as above.
         self.done("ncclCommUserRank", on, |nccl, of| unsafe { (nccl.user_rank)(of, &raw mut rank) })?;
         let queue = stream::create_with_priority(StreamKind::NonBlocking, 0).map_err(failed("cuStreamCreate"))?;
-        // SAFETY: nobody else has this memory; what is sent of it does not matter.
+        // SAFETY: only this call uses this memory, and the values that are sent have no meaning.
         let bytes = unsafe { malloc_sync(2) }.map_err(failed("cuMemAlloc"))?;
         let message = |sends, at| Message { peer: 1 - rank as usize, sends, at: Address(at), bytes: 1 };
         let both = Exchange::Messages(vec![message(true, bytes), message(false, bytes + 1)]);
