@@ -291,8 +291,8 @@ fn what_is_missing_or_too_old_is_named() {
 }
 
 /// Communicators are used as NCCL wants: the suite of communicators and faults, on as many GPUs as ranks. Nothing is
-/// left, also after faults. One test at a time: GPUs of one process share the contexts of their cards, so that the end of
-/// one waits for work of the other, which may wait for a rank.
+/// left, also after faults. One test at a time: GPUs of one process share the contexts of their cards, so that the end
+/// of one waits for work of the other, which may wait for a rank.
 #[test]
 fn ranks_join_by_nccl() {
     let Some(stand_in) = StandIn::new(&WITH_NCCL) else { return };
