@@ -4,6 +4,7 @@
 use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
 use serde_json::Value;
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -104,6 +105,45 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
             assert!(ended.out.contains(&told) && ended.out.contains("MPI: "), "{}", ended.out);
             assert_eq!(ended.out.matches("step 1").count(), 1, "one progress: {}", ended.out);
         }
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// `processes` processes of `gpt_train ..` by plain variables, which meet over TCP, without MPI.
+fn over_tcp(processes: usize, line: &str) -> Vec<Ended> {
+    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string();
+    let start = |rank: usize| {
+        let mut command = Command::new(path());
+        command.args(line.split_whitespace()).stdin(Stdio::null()).env("TERM", "dumb");
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
+        command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", &port);
+        Running::start(command)
+    };
+    let all: Vec<Running> = (0..processes).map(start).collect();
+    all.into_iter().map(Running::end).collect()
+}
+
+#[test]
+fn losses_over_tcp_are_those_of_threads_bit_for_bit() {
+    let folder = folder("tcp");
+    for (at, (processes, settings)) in [
+        (2, "--mesh dp=2 --set parallelism.zero_stage=3"),
+        (2, "--mesh pp=2,tp=2 --set comm.ranks_per_process=2"),
+        (4, "--mesh dp=2,tp=2"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let metrics = |name: &str| folder.join(format!("{at}-{name}"));
+        let line = |name: &str| format!("{SMALL} {UNSAMPLED} {STEPS} {settings} --metrics {}", metrics(name).display());
+        succeed(&line("threads").replace("--set comm.ranks_per_process=2", ""));
+        let ended = over_tcp(processes, &format!("{} --set comm.kind=tcp", line("tcp")));
+        for (rank, ended) in ended.iter().enumerate() {
+            assert_eq!(ended.code, Some(0), "process {rank}, {settings}\n{}\n{}", ended.out, ended.err);
+        }
+        assert_eq!(numbers(&metrics("tcp")), numbers(&metrics("threads")), "{settings}");
+        assert_eq!(numbers(&metrics("tcp")).len(), 3);
+        assert!(ended[0].out.contains(&format!("TCP: {processes} processes")), "{}", ended[0].out);
     }
     fs::remove_dir_all(folder).unwrap();
 }

@@ -46,7 +46,7 @@ words! {
     /// `moe.overflow`.
     MoeOverflow { Drop = "drop", Reroute = "reroute" }
     /// `comm.kind`.
-    CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi" }
+    CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi", Tcp = "tcp" }
     /// `comm.reduction`.
     ReductionName { Tree = "tree", Native = "native" }
     /// `parallelism.elastic`.

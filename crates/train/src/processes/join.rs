@@ -1,7 +1,7 @@
 //! How the processes of a run meet.
 
 use super::elastic::fit;
-use super::environment;
+use super::{environment, meets_over_tcp};
 use crate::config::{Config, Elastic};
 use crate::error::RankError;
 use crate::numbers::spans;
@@ -9,7 +9,7 @@ use crate::peers::{Keepers, Peers};
 use meshwork_core::hash::hash;
 use meshwork_core::launcher::{Launch, LaunchError, detect};
 use meshwork_core::{Axis, Mesh, RankEnd, RunError, World};
-use meshwork_mpi::{Library, MpiError, Options, Runtime};
+use meshwork_mpi::{Library, Meeting, MpiError, Options, Runtime};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -31,14 +31,14 @@ pub(crate) struct Joined {
     world: Option<World>,
     /// All ranks that are there, where some are spare or may be lost.
     all: Option<World>,
-    /// MPI; none of threads.
+    /// What joined them; none of threads.
     runtime: Option<Runtime>,
     /// What rank 0 tells of how they joined.
     told: Vec<String>,
 }
 
 impl Joined {
-    /// Threads of this process, or the processes that were launched, joined by MPI.
+    /// Threads of this process, or the processes that were launched, joined by MPI or over TCP.
     ///
     /// # Errors
     /// No library, one that fails, processes that met as another number than were launched, or `stop` before all are
@@ -62,10 +62,13 @@ impl Joined {
 
     fn runtime(config: &Config, launch: &Launch, stop: &AtomicBool) -> Result<Runtime, RankError> {
         let comm = &config.comm;
-        let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         let host = hash(gethostname::gethostname().as_encoded_bytes());
         let (ranks_per_process, reduction) = (comm.ranks_per_process, comm.reduction.into());
         let options = Options { timeout: comm.timeout(), ranks_per_process, reduction, host };
+        if meets_over_tcp(config) {
+            return Ok(Runtime::meet(Meeting::of(launch, &environment())?, options, stop)?);
+        }
+        let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         meet(launch, library, options, stop)
     }
 

@@ -1,7 +1,7 @@
 //! Runs over several processes: how they are found, how they meet, and what they compare before the first step.
 //!
 //! ```text
-//! variables of a launcher ─▶ find: a Launch, or threads ─▶ world: MPI joins the processes ─▶ handshake ─▶ the run
+//! variables of a launcher ─▶ find: a Launch, or threads ─▶ world: MPI or TCP joins the processes ─▶ handshake ─▶ the run
 //! ```
 
 mod elastic;
@@ -20,6 +20,7 @@ use crate::config::{AXES, CommKind, Config, Elastic, Fault, ReductionName, Setti
 use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
 use meshwork_core::{RankEnd, RunError};
+use meshwork_mpi::Meeting;
 
 /// The variables of this process.
 pub(crate) fn environment() -> Environment {
@@ -61,8 +62,14 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
 
 /// The ranks that a launcher has started, where it says so; `None` of a process by itself.
 fn launched(config: &Config, environment: &Environment) -> Option<usize> {
-    let launch = detect(environment).ok()?.filter(|launch| launch.launcher.joins_mpi())?;
+    let joins = |launch: &Launch| launch.launcher.joins_mpi() || meets_over_tcp(config);
+    let launch = detect(environment).ok()?.filter(joins)?;
     (config.comm.kind != CommKind::Threads).then_some(launch.size? * config.comm.ranks_per_process)
+}
+
+/// Whether processes are joined over TCP, and not by MPI.
+pub(crate) fn meets_over_tcp(config: &Config) -> bool {
+    config.comm.kind == CommKind::Tcp
 }
 
 /// How the processes of a run are to be joined: `None` for threads of this one. Notices for the user go to `notices`;
@@ -93,6 +100,10 @@ pub(crate) fn find(
             return Ok(None);
         }
         (CommKind::Auto, Ok(Some(launch))) if !launch.has_others() => return Ok(None),
+        (CommKind::Tcp, Ok(None)) => {
+            let problem = "no launcher has started this process, as far as its environment says".to_owned();
+            return Err(fault(problem, "use torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"));
+        }
         (CommKind::Mpi, Ok(None)) => {
             let command: Vec<String> = command.into_iter().collect();
             let problem = "no launcher has started this process, as far as its environment says".to_owned();
@@ -100,7 +111,12 @@ pub(crate) fn find(
         }
         (_, Ok(Some(launch))) => launch,
     };
-    launch.require_mpi(processes, command).map_err(|error| fault(error.to_string(), alone))?;
+    if meets_over_tcp(config) {
+        Meeting::of(&launch, environment).map_err(|error| fault(error.to_string(), alone))?;
+    } else {
+        let valid = format!("comm.kind = \"tcp\" joins them without it; {alone}");
+        launch.require_mpi(processes, command).map_err(|error| fault(error.to_string(), &valid))?;
+    }
     require_ranks(config, &launch)?;
     Ok(Some(launch))
 }
@@ -166,8 +182,8 @@ pub fn cannot_meet(error: &RunError) -> bool {
     let of = |end: &RankEnd| match end {
         RankEnd::Error(error) => match error.downcast_ref() {
             Some(RankError::Mpi(error)) => {
-                use meshwork_mpi::MpiError::{Library, Native, NotFound, Threads};
-                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. } | Native { .. })
+                use meshwork_mpi::MpiError::{Library, Native, NoSums, NotFound, Threads};
+                matches!(**error, NotFound { .. } | Library { .. } | Threads { .. } | Native { .. } | NoSums { .. })
             }
             Some(RankError::Launch(_)) => true,
             _ => false,
@@ -234,6 +250,10 @@ mod tests {
         assert_eq!(found("--mesh dp=4 --set comm.kind=mpi", OF_FOUR), Ok((Some(1), Vec::new())));
         assert_eq!(found("--mesh dp=8 --set comm.ranks_per_process=2", OF_FOUR), Ok((Some(1), Vec::new())));
         assert_eq!(found("--mesh dp=4", "PMIX_RANK=3"), Ok((Some(3), Vec::new())), "prterun says no size");
+        let of_tcp = "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node-0 MASTER_PORT=29500";
+        assert_eq!(found("--mesh dp=4 --set comm.kind=tcp", of_tcp), Ok((Some(1), Vec::new())));
+        let of_torchrun = format!("{of_tcp} TORCHELASTIC_RUN_ID=7");
+        assert_eq!(found("--mesh dp=4 --set comm.kind=tcp", &of_torchrun), Ok((Some(1), Vec::new())));
         let (none, told) = found("--mesh dp=4 --set comm.kind=threads", OF_FOUR).unwrap();
         assert_eq!((none, told.len()), (None, 1));
         assert!(told[0].starts_with("this process is rank 1 of 4 by mpiexec, and trains by itself"), "{told:?}");
@@ -252,6 +272,24 @@ mod tests {
                  comm.ranks_per_process = 2",
             ),
             (
+                "--mesh dp=4 --set comm.kind=tcp",
+                OF_FOUR,
+                "comm.kind = tcp: rank 1 of 4 by mpiexec: MASTER_ADDR is not set: it says where rank 0 is; \
+                 comm.kind = \"threads\" lets each process train by itself",
+            ),
+            (
+                "--mesh dp=4 --set comm.kind=tcp",
+                "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node-0 MASTER_PORT=many",
+                "comm.kind = tcp: rank 1 of 4 by RANK and WORLD_SIZE: MASTER_PORT is many, and no port; \
+                 comm.kind = \"threads\" lets each process train by itself",
+            ),
+            (
+                "--mesh dp=4 --set comm.kind=tcp",
+                "",
+                "comm.kind = tcp: no launcher has started this process, as far as its environment says; use torchrun, or \
+                 set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            ),
+            (
                 "--mesh dp=2 --set comm.ranks_per_process=4",
                 OF_FOUR,
                 "parallelism = tp=1,dp=2,pp=1: has 2 ranks, and mpiexec started 4 processes of 4 ranks each; use a mesh of 16 ranks",
@@ -265,7 +303,8 @@ mod tests {
                 "--mesh dp=4",
                 "RANK=1 WORLD_SIZE=2",
                 "comm.kind = auto: rank 1 of 2 by RANK and WORLD_SIZE: ranks of several processes communicate by MPI, which this launcher does \
-                 not start; use mpirun -n 4 gpt_train --mesh dp=4; comm.kind = \"threads\" lets each process train by itself",
+                 not start; use mpirun -n 4 gpt_train --mesh dp=4; comm.kind = \"tcp\" joins them without it; comm.kind = \"threads\" lets each \
+                 process train by itself",
             ),
         ] {
             assert_eq!(found(settings, variables), Err(message.to_owned()));
