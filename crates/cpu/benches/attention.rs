@@ -3,7 +3,8 @@
 //! rotated by their positions.
 //!
 //! `cargo bench -p meshwork-cpu --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
-//! argument selects the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
+//! argument selects the shapes whose name contains it. With `--once` each runs once in f32, in its size: for tools that
+//! count, such as `valgrind --tool=callgrind`. Without `--bench`, among the tests, each shape runs once, small.
 //! With `--json` there is a line for each direction in f32, which `benches/compare.py` compares with a peer's, and its
 //! share of the rate of a product beside it: all tokens times the weight of queries, keys and values. They are timed
 //! in turn, and the share is the median of the shares of the turns.
@@ -53,7 +54,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let measured = arguments.iter().any(|argument| argument == "--bench");
     let only = arguments.iter().find(|argument| !argument.starts_with('-'));
-    let json = arguments.iter().any(|argument| argument == "--json");
+    let [json, once] = ["--json", "--once"].map(|name| arguments.iter().any(|argument| argument == name));
     if json {
         let shapes = SHAPES.into_iter().filter(|(name, _, group, documents, window)| {
             let (plain, asked) =
@@ -70,9 +71,9 @@ fn main() {
             continue;
         }
         let [batch, seq, heads, head_dim] =
-            if measured { shape } else { [1, shape[1].min(40), group.unwrap_or(1), shape[3]] };
+            if measured || once { shape } else { [1, shape[1].min(40), group.unwrap_or(1), shape[3]] };
         print!("{name:<30} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
-        for precision in [Precision::F32, Precision::Bf16] {
+        for precision in [Precision::F32, Precision::Bf16].into_iter().take(if once { 1 } else { 2 }) {
             let shape = AttentionShape { batch, seq, heads, head_dim };
             let [forward, backward] = match group {
                 None => rates(precision, shape, (documents, window), measured),

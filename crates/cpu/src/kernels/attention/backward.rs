@@ -359,7 +359,7 @@ fn softmax_backward<T: Float>(
 
 /// `x[i] *= by[i]` for the first `len` of each row.
 fn multiply<T: Float>(x: &mut [T], by: &[T], stride: usize, len: usize) {
-    for (x, by) in x.chunks_exact_mut(stride).zip(by.chunks_exact(stride)) {
+    wide!(for (x, by) in x.chunks_exact_mut(stride).zip(by.chunks_exact(stride)) {
         x[..len].iter_mut().zip(&by[..len]).for_each(|(x, by)| *x *= *by);
-    }
+    });
 }

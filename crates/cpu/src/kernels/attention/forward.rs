@@ -8,6 +8,7 @@ use super::rows::{SeenRows, VECTOR, cap_scores, softmax, softmax_row};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
 use super::{FORWARD_KEYS, aligned, blocks, copied_rows, panels, scratch};
 use crate::kernels::matmul::Update;
+use meshwork_core::simd::wide;
 use std::ops::Range;
 
 /// At most as many queries have a row of scores each: tiles would compute a vector of queries.
@@ -138,9 +139,9 @@ fn many<T: Tiled>(
                         let p = p.from(first, keys.start - from);
                         tiles.times(height, p, (vs, keys, 0..head_dim), out.part(0..height, 0), update, &mut ahead);
                     }
-                    for (r, inverse) in inverses[first..][..height].iter().enumerate() {
+                    wide!(for (r, inverse) in inverses[first..][..height].iter().enumerate() {
                         out.row(r)[..head_dim].iter_mut().for_each(|o| *o *= *inverse);
-                    }
+                    });
                 }
             }
         }

@@ -129,19 +129,21 @@ pub(super) fn softmax_row<T: Float>(scale: T, scores: &mut [T], hidden: usize, s
 /// vector, one by one.
 pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
-    let mut lanes = [T::ZERO; VECTOR];
-    for (x, y) in x.iter().zip(y) {
-        for l in 0..VECTOR {
-            lanes[l] += x[l] * y[l];
+    wide!({
+        let mut lanes = [T::ZERO; VECTOR];
+        for (x, y) in x.iter().zip(y) {
+            for l in 0..VECTOR {
+                lanes[l] += x[l] * y[l];
+            }
         }
-    }
-    for width in [8, 4, 2, 1] {
-        for l in 0..width {
-            let other = lanes[l + width];
-            lanes[l] += other;
+        for width in [8, 4, 2, 1] {
+            for l in 0..width {
+                let other = lanes[l + width];
+                lanes[l] += other;
+            }
         }
-    }
-    x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
+        x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
+    })
 }
 
 /// [`dot`] in instructions.

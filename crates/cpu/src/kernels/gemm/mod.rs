@@ -142,8 +142,13 @@ const A_IN_PLACE: usize = 512;
 /// Up to this many rows of A are read in place, whatever cache sets they map to.
 const UNPACKED_ROWS: usize = 4;
 
-/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is then always packed.
-const ALIASED: usize = 1024;
+/// Distances that are multiples of so many floats are bad ones: A is then always packed. Between the rows of a panel,
+/// multiples of 4 KiB, which map all its rows to the same sets of the L1 cache.
+const ALIASED_ROWS: usize = 1024;
+
+/// Between the terms of a transposed A, multiples of two cache lines: a panel has a line of every term, and they would
+/// leave out half of the sets or more, while the tile's part of B needs half of the cache already.
+const ALIASED_TERMS: usize = 32;
 
 /// An implementation of the product: the instructions it needs, and the precision. Exists only on x86-64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -733,9 +738,9 @@ impl<F: Finish<f32>> Product<F> {
         buffer: &mut Vec<Line>,
     ) {
         let Matrix { row: apart, column: along, .. } = self.a;
-        let far = if along == 1 { apart } else { along };
+        let (far, aliased) = if along == 1 { (apart, ALIASED_ROWS) } else { (along, ALIASED_TERMS) };
         let lies_well =
-            (along == 1 || apart == 1) && (self.m <= UNPACKED_ROWS || self.n <= A_IN_PLACE && far % ALIASED != 0);
+            (along == 1 || apart == 1) && (self.m <= UNPACKED_ROWS || self.n <= A_IN_PLACE && far % aliased != 0);
         let in_place = self.a.at(0, l).in_place::<M>().filter(|_| lies_well);
         let group = if along == 1 { 1 } else { GROUP };
         let words = M::words(k);

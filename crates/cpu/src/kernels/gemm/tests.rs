@@ -77,7 +77,7 @@ impl Choices {
     fn strides(&mut self, rows: usize, columns: usize) -> Strides {
         let (by_rows, pad) = (self.coin(), self.below(4));
         let near = if by_rows { columns } else { rows };
-        let far = if pad == 3 { near.next_multiple_of(ALIASED) } else { near + pad };
+        let far = if pad == 3 { near.next_multiple_of(ALIASED_ROWS) } else { near + pad };
         match (self.below(8), by_rows) {
             (0, true) => (3 * far, 3),
             (0, false) => (3, 3 * far),
