@@ -1,6 +1,7 @@
 //! `[lora]`: adapters of PEFT go in, train as in PyTorch with `peft`, and come out, alone or merged, on any mesh.
 //! `crates/models/tests/fixtures/make_lora_fixtures.py` says what was recorded.
 
+use meshwork_engine::dry_run;
 use meshwork_models::huggingface::{Lora, PretrainedAdapter};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_train::config::{Args, Config};
@@ -166,6 +167,45 @@ fn the_whole_factor_of_an_adapter_is_one_with_sequence_parallelism() {
             assert!(off <= if numerics == "fast" { 1e-5 } else { 0.0 }, "{numerics}: {name} is {off:e} off");
         }
     }
+}
+
+/// Bytes of weights and states, and operations of products, to the last one, and no more activations than in full
+/// training. `docs/finetune.md` derives the least memory and time of adapters from them.
+#[test]
+fn a_frozen_base_takes_no_needless_bytes_and_operations() {
+    let [layers, hidden, seq, vocab, batch, rank] = [3_u64, 48, 32, 64, 2, 4];
+    let predicted = |more: &str| {
+        let sizes = format!(
+            "--set model.num_layers={layers} --set model.hidden_size={hidden} --set model.seq_len={seq} \
+             --set model.vocab_size={vocab} --set model.num_heads=4 --set training.global_batch_size={batch} \
+             --set training.micro_batch_size=1 --set memory.recompute=selective {more}"
+        );
+        let config = parse(&sizes).unwrap();
+        dry_run::predict(&config.model(), &config.plan().unwrap(), 0).unwrap()
+    };
+    let (full, adapted) = (predicted(""), predicted(&format!("--set lora.rank={rank}")));
+    // Features of the inputs and outputs of qkv, the output projection, and both matrices of the MLP.
+    let features = 4 * hidden + 2 * hidden + 2 * 5 * hidden;
+    let adapters = layers * rank * features;
+
+    // Four bytes of a frozen weight; of an adapter's the gradient and two moments too.
+    assert_eq!(full.model_bytes, 16 * full.parameters as u64);
+    assert_eq!(adapted.model_bytes, 4 * full.parameters as u64 + 16 * adapters);
+
+    // No products for the gradients of frozen matrices and of the head, and none for that of the first block's input,
+    // below which nothing is trained. Each adapter has three products, the first layer's A two.
+    let of_each_weight = 2 * batch * seq;
+    let matrices = layers * 12 * hidden * hidden + vocab * hidden;
+    let left_out = of_each_weight * (matrices + 3 * hidden * hidden);
+    let added = of_each_weight * (3 * adapters - rank * hidden);
+    assert_eq!(adapted.flops, full.flops - left_out + added);
+
+    // Activations of full training, and beside them those of rank features. The activation function of an adapted layer
+    // is no part of its product, whose result has memory of its own.
+    let activations = |of: &dry_run::Prediction| of.peak_bytes() - of.model_bytes;
+    let beside = 4 * seq * (4 * layers * rank + 4 * hidden);
+    let (full, adapted) = (activations(&full), activations(&adapted));
+    assert!(adapted <= full + beside, "{adapted} bytes, of full training {full}");
 }
 
 /// Megatron-Bridge #5634, #5635 and #5229: adapters of experts computed other numbers, or were summed over the wrong
