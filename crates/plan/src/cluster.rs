@@ -29,7 +29,8 @@ pub struct Cluster {
     pub source: String,
     /// The cores of a host, where its cards are threads that share them.
     pub cores: Option<Cores>,
-    /// Constants of a system as measured here, by name. They replace the system's own: [`System::on`](crate::System::on).
+    /// Constants of a system as measured here, by name. They replace the system's own:
+    /// [`System::on`](crate::System::on).
     pub constants: BTreeMap<String, f64>,
 }
 
@@ -284,7 +285,7 @@ impl Cluster {
             text += &format!("products = [\n    {},\n]\n", rates.join(",\n    "));
         }
         text += &format!("\n[links]\ninside = {inside:.3e}\nbetween = {between:.3e}\nhost = {host:.3e}\n");
-        text.extend(self.cores.map(|cores| format!("\n[cores]\ncount = {}\nhelp = {:.3}\n", cores.count, cores.help)));
+        text.extend(self.cores.map(|of| format!("\n[cores]\ncount = {}\nhelp = {:.3}\n", of.count, of.help)));
         if !self.constants.is_empty() {
             text += "\n[constants]\n";
             text.extend(self.constants.iter().map(|(name, value)| format!("{name} = {value:.3e}\n")));
@@ -319,8 +320,8 @@ impl Cluster {
         self.hosts * self.cards_per_host
     }
 
-    /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time that
-    /// it takes on a core of its own.
+    /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
+    /// that it takes on a core of its own.
     pub fn stretch(&self, active: f64) -> f64 {
         let Some(Cores { count, help }) = self.cores else { return 1.0 };
         let count = count as f64;

@@ -18,7 +18,7 @@ use meshwork_core::{Buffer, CommError, Group, Rank, ReduceOp, RunError, World, p
 use meshwork_nn::Batch;
 use meshwork_train::config::Config;
 use meshwork_train::profile::{Probe, Profiler, SliceKind, slices};
-use meshwork_train::{Devices, RankError, Trainer, memory_left};
+use meshwork_train::{Devices, TrainError, Trainer, memory_left};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -58,7 +58,7 @@ pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, Pla
     let ends = config.world().run(|world: Group| {
         let probe = if profiled { profiler.probe(&**world.communicator()) } else { Probe::off() };
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
-        let device = probe.device(devices.rank(world.communicator().clone())?.device);
+        let device = probe.device(devices.rank(world.communicator().clone()).map_err(TrainError::from)?.device);
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), device)?;
         let batch = Batch::blank(&model.fields(), trainer.samples().len());
         let mut times = Vec::new();
@@ -67,7 +67,7 @@ pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, Pla
             probe.step(step as u64 + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
             times.push(begun.elapsed().as_secs_f64());
         }
-        Ok::<_, RankError>((median(times.split_off(1)), probe.track(&rank).map_or(Vec::new(), |track| track.spans)))
+        Ok::<_, TrainError>((median(times.split_off(1)), probe.track(&rank).map_or(Vec::new(), |track| track.spans)))
     })?;
     let (seconds, spans): (Vec<f64>, Vec<Vec<Span>>) = ends.into_iter().unzip();
     Ok(Steps { seconds: seconds.into_iter().fold(0.0, f64::max), spans })
