@@ -4,7 +4,8 @@ use crate::options::Options;
 use crate::output::tell;
 use crate::picture;
 use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, model, search};
-use meshwork::plan::{Cluster, Counter, PlanError, System};
+use meshwork::plan::table::{self, configured};
+use meshwork::plan::{Cluster, Counter, Job, PlanError, System};
 use serde_json::json;
 use std::io::{IsTerminal, Write, stderr};
 use std::{fs, path::Path};
@@ -16,12 +17,23 @@ const SHOWN: usize = 10;
 const DOUBLINGS: u32 = 6;
 
 /// The command that trains a plan.
-const TRAIN: &str = "cargo run --release --features cuda --example gpt_train --";
+const TRAIN: &str = "cargo run --release --features cuda --example gpt_train -- --device cuda";
+
+/// The same where ranks are threads.
+const TRAIN_HERE: &str = "cargo run --release --example gpt_train --";
+
+fn train(cluster: &Cluster) -> &'static str {
+    if cluster.cores.is_some() { TRAIN_HERE } else { TRAIN }
+}
 
 /// The ten best plans, each with what it loses, and the command of the best.
 pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
-    let (system, cluster) = (System::known(&options.system)?, read(cluster, options.cards)?);
+    let cluster = read(cluster, options.cards)?;
+    let system = System::known(options.system.as_deref().unwrap_or_else(|| cluster.system()))?.on(&cluster);
     let given = keys(options)?;
+    if options.one {
+        return one(&given, &system, &cluster);
+    }
     let tokens = tokens(&options.tokens_per_batch)?;
     let model = model(&given)?.model;
     let samples = (tokens / model.seq_len).max(1);
@@ -34,7 +46,7 @@ pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
         return Err(nothing_fits(&found, &given, samples, &system, &cluster, &mut counter)?);
     };
     if options.json {
-        return Ok(found.best.iter().map(line).collect());
+        return Ok(found.best.iter().map(|plan| line(plan, &cluster)).collect());
     }
     let mut text = format!(
         "{}: {} {} cards; {samples} sequences of {} tokens a step\n{} plans compared, {} layers counted\n\n",
@@ -45,11 +57,11 @@ pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
         found.plans,
         found.layers,
     );
-    text += &table(&found, first, &cluster);
+    text += &ten(&found, first, &cluster);
     Ok(text)
 }
 
-fn table(found: &Found, first: &Plan, cluster: &Cluster) -> String {
+fn ten(found: &Found, first: &Plan, cluster: &Cluster) -> String {
     let mut text = format!("    {:>9} {:>6} {:>9}  plan\n", "step", "mfu", "memory");
     for (at, plan) in found.best.iter().enumerate() {
         let why = if at == 0 { "the best".to_owned() } else { why(plan, first) };
@@ -75,7 +87,14 @@ fn table(found: &Found, first: &Plan, cluster: &Cluster) -> String {
         first.step.exposed.iter().map(|(name, seconds)| format!("{name} {seconds:.3} s")).collect();
     text += &format!("\nthe best waits: bubble {:.3} s, {}\n", first.step.bubble, waits.join(", "));
     text.extend(first.step.cost.map(|dollars| format!("it costs ${dollars:.3} for a million tokens\n")));
-    text + &format!("\n{}\n", first.command(TRAIN))
+    text + &format!("\n{}\n", first.command(train(cluster)))
+}
+
+/// The step of one configuration, as a line of JSON.
+fn one(given: &Keys, system: &System, cluster: &Cluster) -> Result<String, PlanError> {
+    let keys: Keys = system.keys.clone().into_iter().chain(given.clone()).collect();
+    let step = Job::new(configured(&keys)?, &mut Counter::default()).and_then(|job| job.predict(system, cluster));
+    Ok(format!("{}\n", table::line(0, &step)))
 }
 
 /// Why a plan loses: the two largest parts.
@@ -137,7 +156,7 @@ fn nothing_fits(
                 larger.cards(),
                 plan.step.memory / 1e9,
                 plan.step.seconds,
-                plan.command(TRAIN)
+                plan.command(train(cluster))
             );
             return Ok(refuse(problem, valid));
         }
@@ -147,12 +166,12 @@ fn nothing_fits(
 }
 
 /// A plan as a line of JSON.
-fn line(plan: &Plan) -> String {
+fn line(plan: &Plan, cluster: &Cluster) -> String {
     let step = &plan.step;
     let line = json!({
         "predicted_s": step.seconds, "mfu": step.mfu, "memory_bytes": step.memory.round() as u64, "fits": step.fits,
         "bubble_s": step.bubble, "recomputed_s": step.recomputed, "exposed_s": step.exposed,
-        "mesh": plan.mesh_flag().trim_start_matches("--mesh "), "keys": plan.keys, "command": plan.command(TRAIN),
+        "mesh": plan.mesh_flag().trim_start_matches("--mesh "), "keys": plan.keys, "command": plan.command(train(cluster)),
     });
     format!("{line}\n")
 }
@@ -196,7 +215,7 @@ fn flag(flag: &str, value: &str, valid: &str) -> PlanError {
 }
 
 /// Shows how far a search is: on a terminal in one line, else a line for each part.
-fn progress(what: &str, done: usize, of: usize) {
+pub fn progress(what: &str, done: usize, of: usize) {
     if stderr().is_terminal() {
         _ = write!(stderr(), "\r\x1b[K{what}: {done} of {of}");
         if done == of {

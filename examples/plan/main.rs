@@ -8,6 +8,7 @@ mod best;
 mod chart;
 mod errors;
 mod goodput;
+mod machine;
 mod options;
 #[path = "../shared/output.rs"]
 mod output;
@@ -31,9 +32,10 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<String, PlanError> {
     match (&options.cluster, &options.table, &options.name) {
         (Some(cluster), ..) => best::best(options, cluster),
+        _ if options.measure.is_some() => machine::written(options),
         _ if options.goodput => goodput::goodput(options),
         _ if options.errors => errors::errors(),
-        _ if options.fit => errors::fitted(&options.system),
+        _ if options.fit => errors::fitted(options.system()),
         (_, Some(path), Some(name)) => rows::rows(options, path, name),
         _ => Ok(String::new()),
     }

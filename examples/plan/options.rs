@@ -9,8 +9,14 @@ use std::path::PathBuf;
 pub struct Options {
     /// Search the fastest plans on this cluster: a TOML file, or the name of one that is built in
     #[arg(long, value_name = "FILE|NAME", conflicts_with_all = ["table", "errors", "fit", "goodput"],
-          required_unless_present_any = ["table", "errors", "fit", "goodput"])]
+          required_unless_present_any = ["table", "errors", "fit", "goodput", "measure"])]
     pub cluster: Option<String>,
+    /// Measure this machine for about ten seconds, and write it as a cluster to FILE: each core is a card
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["cluster", "table", "errors", "fit", "goodput"])]
+    pub measure: Option<PathBuf>,
+    /// Predict one configuration on the cluster, given by --set, instead of a search
+    #[arg(long, requires = "cluster")]
+    pub one: bool,
     /// Cards in the search, in whole hosts [default: those of the cluster]
     #[arg(long, value_name = "N", requires = "cluster")]
     pub cards: Option<usize>,
@@ -32,9 +38,10 @@ pub struct Options {
     /// The table of that file
     #[arg(long, value_name = "TABLE")]
     pub name: Option<String>,
-    /// The system that trains: meshwork, megatron-deepspeed-a100, fsdp-h100, fsdp-a100 or megatron-h100
-    #[arg(long, value_name = "NAME", default_value = "meshwork")]
-    pub system: String,
+    /// The system that trains: meshwork, meshwork-cpu, megatron-deepspeed-a100, fsdp-h100, fsdp-a100 or megatron-h100
+    /// [default: meshwork; on a cluster of cores, meshwork-cpu]
+    #[arg(long, value_name = "NAME")]
+    pub system: Option<String>,
     /// A line of JSON for each row or plan instead of a table
     #[arg(long)]
     pub json: bool,
@@ -59,6 +66,13 @@ pub struct Options {
     /// Fit the constants of --system to the even rows of its published runs, and print them and the errors
     #[arg(long, conflicts_with = "table")]
     pub fit: bool,
+}
+
+impl Options {
+    /// The system that trains, where no cluster says which.
+    pub fn system(&self) -> &str {
+        self.system.as_deref().unwrap_or("meshwork")
+    }
 }
 
 fn above_zero(text: &str) -> Result<f64, String> {

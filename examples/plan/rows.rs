@@ -14,7 +14,7 @@ pub fn rows(options: &Options, path: &Path, name: &str) -> Result<String, PlanEr
         problem: error.to_string(),
         valid: "use a TOML file with [table.NAME]".into(),
     })?;
-    let system = System::known(&options.system)?;
+    let system = System::known(options.system())?;
     let rows = Table::from_toml(&file, &text, name)?.rows(name, &system, &mut Counter::default())?;
     let mut shown = String::new();
     if !options.json {

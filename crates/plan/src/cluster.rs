@@ -1,8 +1,10 @@
 //! A cluster as data: its cards, and the links between them.
 
 use crate::error::{PlanError, named};
+use crate::system::Constants;
 use meshwork_train::config::CARDS;
 use serde::Deserialize;
+use std::collections::BTreeMap;
 
 /// A cluster of equal hosts. The numbers of links are for each card, in bytes a second and one direction.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,6 +27,21 @@ pub struct Cluster {
     pub price: Option<f64>,
     /// Where the numbers are from; empty if the file does not say.
     pub source: String,
+    /// The cores of a host, where its cards are threads that share them.
+    pub cores: Option<Cores>,
+    /// Constants of a system as measured here, by name. They replace the system's own:
+    /// [`System::on`](crate::System::on).
+    pub constants: BTreeMap<String, f64>,
+}
+
+/// Cores that all ranks of a host share. A core whose rank waits works for other ranks.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Cores {
+    /// How many there are.
+    pub count: usize,
+    /// How many times as fast a rank is that has all of them, against one while the others are busy: 1 to `count`.
+    pub help: f64,
 }
 
 /// A card.
@@ -42,6 +59,9 @@ pub struct Card {
     pub f32: f64,
     /// Multiprocessors, on which the tiles of a product are computed side by side.
     pub units: f64,
+    /// Measured rates of products, in ascending order: the product of the three extents, and operations a second. Empty
+    /// where a system's constants say how a rate depends on size.
+    pub products: Vec<[f64; 2]>,
 }
 
 /// The clusters that come with the planner, by name.
@@ -66,6 +86,9 @@ struct File {
     links: LinksPart,
     #[serde(default)]
     source: String,
+    cores: Option<Cores>,
+    #[serde(default)]
+    constants: BTreeMap<String, f64>,
 }
 
 #[derive(Deserialize)]
@@ -86,6 +109,8 @@ struct CardPart {
     bf16: Option<f64>,
     f32: Option<f64>,
     units: Option<f64>,
+    #[serde(default)]
+    products: Vec<[f64; 2]>,
 }
 
 #[derive(Default, Deserialize)]
@@ -94,6 +119,23 @@ struct LinksPart {
     inside: Option<f64>,
     between: Option<f64>,
     host: Option<f64>,
+}
+
+impl Card {
+    /// Operations a second of a product whose extents have this product, where they were measured: between two sizes
+    /// along a power of the size.
+    pub fn rate(&self, size: f64) -> Option<f64> {
+        let (first, last) = (self.products.first()?, self.products.last()?);
+        let above = self.products.iter().position(|[known, _]| *known > size);
+        Some(match above {
+            Some(0) => first[1],
+            None => last[1],
+            Some(at) => {
+                let ([low, slow], [high, fast]) = (self.products[at - 1], self.products[at]);
+                slow * (fast / slow).powf((size / low).ln() / (high / low).ln())
+            }
+        })
+    }
 }
 
 impl Cluster {
@@ -129,8 +171,10 @@ impl Cluster {
     /// let text = "[cluster]\nname = 'x'\nhosts = 1\ncards_per_host = 8\n[card]\nname = 'b100'";
     /// assert_eq!(
     ///     Cluster::from_toml("mine.toml", text).unwrap_err().to_string(),
-    ///     "mine.toml: card \"b100\" is not known (known: a100, h100, h100-96, h200) and its memory is not given; \
-    ///      give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]"
+    ///     "mine.toml: card \"b100\" is not known, and its memory is not given; \
+    ///      the nearest known are a100 and h100; for another card give memory, bandwidth, bf16, f32 and units in \
+    ///      [card], and inside, between and host in [links]: `scripts/gpu-check.sh speed` measures \
+    ///      products and bandwidth of a card"
     /// );
     /// # Ok::<(), meshwork_plan::PlanError>(())
     /// ```
@@ -142,19 +186,20 @@ impl Cluster {
             |problem: String, valid: &str| PlanError::File { file: file.to_owned(), problem, valid: valid.into() };
         let parsed: File = toml::from_str(text)
             .map_err(|error| refuse(error.message().to_owned(), "a cluster has [cluster], [card] and [links]"))?;
-        let File { cluster, card, links, source } = parsed;
+        let File { cluster, card, links, source, cores, constants } = parsed;
         let known = CARDS.iter().find(|known| known.name == card.name);
         let units = UNITS.iter().find(|(name, _)| known.is_some_and(|known| known.name.starts_with(name)));
         let number = |what: &str, given: Option<f64>, known: Option<f64>| {
             let value = given.or(known).ok_or_else(|| {
                 let names: Vec<&str> = CARDS.iter().map(|card| card.name).collect();
                 refuse(
-                    format!(
-                        "card {:?} is not known (known: {}) and its {what} is not given",
-                        card.name,
-                        names.join(", ")
+                    format!("card {:?} is not known, and its {what} is not given", card.name),
+                    &format!(
+                        "the nearest known are {}; for another card give memory, bandwidth, bf16, f32 and units in \
+                         [card], and inside, between and host in [links]: `scripts/gpu-check.sh speed` measures \
+                         products and bandwidth of a card",
+                        nearest(&card.name, &names).join(" and ")
                     ),
-                    "give memory, bandwidth, bf16, f32 and units in [card], and inside, between and host in [links]",
                 )
             })?;
             match value > 0.0 && value.is_finite() {
@@ -171,6 +216,7 @@ impl Cluster {
                 bf16: number("bf16", card.bf16, of(|card| card.bf16))?,
                 f32: number("f32", card.f32, of(|card| card.f32))?,
                 units: number("units", card.units, units.map(|(_, units)| *units))?,
+                products: card.products,
             },
             inside: number("inside", links.inside, of(|card| card.link))?,
             between: number("between", links.between, of(|card| card.network))?,
@@ -180,6 +226,8 @@ impl Cluster {
             cards_per_host: cluster.cards_per_host,
             price: cluster.price,
             source,
+            cores,
+            constants,
         };
         match () {
             () if read.cards() == 0 => {
@@ -192,6 +240,24 @@ impl Cluster {
                 ),
                 "links.between is for each card, in bytes a second, and no faster than links.inside",
             )),
+            () if read.cores.is_some_and(|of| of.count == 0 || !(1.0..=of.count as f64).contains(&of.help)) => {
+                Err(refuse(
+                    "cores.count and cores.help contradict each other".to_owned(),
+                    "count is at least 1; help, how many times as fast a rank is with all cores, is 1 to count",
+                ))
+            }
+            () if !read.card.products.iter().all(|[size, rate]| *size > 0.0 && *rate > 0.0 && rate.is_finite())
+                || read.card.products.windows(2).any(|pair| pair[0][0] >= pair[1][0]) =>
+            {
+                Err(refuse(
+                    "card.products are no rates by size".to_owned(),
+                    "give pairs of m·n·k, in ascending order, and operations a second",
+                ))
+            }
+            () if read.constants.keys().any(|name| !Constants::NAMES.contains(&name.as_str())) => Err(refuse(
+                format!("[constants] has {}", read.constants.keys().cloned().collect::<Vec<_>>().join(", ")),
+                &format!("known are {}", Constants::NAMES.join(", ")),
+            )),
             () if read.card.f32 > read.card.bf16 => Err(refuse(
                 format!(
                     "the card computes {:.3e} operations a second on f32, and {:.3e} on bf16",
@@ -203,12 +269,41 @@ impl Cluster {
         }
     }
 
+    /// The text of its file.
+    pub fn to_toml(&self) -> String {
+        let Self { name, hosts, cards_per_host, card, inside, between, host, source, .. } = self;
+        let rates: Vec<String> = card.products.iter().map(|[size, rate]| format!("[{size:e}, {rate:.3e}]")).collect();
+        let mut text = format!(
+            "source = {source:?}\n\n[cluster]\nname = {name:?}\nhosts = {hosts}\ncards_per_host = {cards_per_host}\n"
+        );
+        text.extend(self.price.map(|price| format!("price = {price}\n")));
+        text += &format!(
+            "\n[card]\nname = {:?}\nmemory = {:.4e}\nbandwidth = {:.3e}\nbf16 = {:.3e}\nf32 = {:.3e}\nunits = {}\n",
+            card.name, card.memory, card.bandwidth, card.bf16, card.f32, card.units
+        );
+        if !rates.is_empty() {
+            text += &format!("products = [\n    {},\n]\n", rates.join(",\n    "));
+        }
+        text += &format!("\n[links]\ninside = {inside:.3e}\nbetween = {between:.3e}\nhost = {host:.3e}\n");
+        text.extend(self.cores.map(|of| format!("\n[cores]\ncount = {}\nhelp = {:.3}\n", of.count, of.help)));
+        if !self.constants.is_empty() {
+            text += "\n[constants]\n";
+            text.extend(self.constants.iter().map(|(name, value)| format!("{name} = {value:.3e}\n")));
+        }
+        text
+    }
+
     /// The same with so many cards.
     ///
     /// # Errors
     /// A number that is no multiple of the cards of a host; fewer than a host has are one host.
     pub fn of_cards(&self, cards: usize) -> Result<Self, PlanError> {
         let each = self.cards_per_host;
+        if cards > 0 && self.hosts == 1 && self.cores.is_some() {
+            // As many threads as one likes share the cores and the memory.
+            let memory = self.card.memory * self.cards_per_host as f64 / cards as f64;
+            return Ok(Self { cards_per_host: cards, card: Card { memory, ..self.card.clone() }, ..self.clone() });
+        }
         match cards {
             1.. if cards <= each => Ok(Self { hosts: 1, cards_per_host: cards, ..self.clone() }),
             1.. if cards.is_multiple_of(each) => Ok(Self { hosts: cards / each, ..self.clone() }),
@@ -225,6 +320,23 @@ impl Cluster {
         self.hosts * self.cards_per_host
     }
 
+    /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
+    /// that it takes on a core of its own.
+    pub fn stretch(&self, active: f64) -> f64 {
+        let Some(Cores { count, help }) = self.cores else { return 1.0 };
+        let count = count as f64;
+        if active >= count || count == 1.0 {
+            return active / count;
+        }
+        // The cores that are left over help all ranks alike.
+        1.0 / (1.0 + (help - 1.0) * (count / active - 1.0) / (count - 1.0))
+    }
+
+    /// The system that trains here unless another is named.
+    pub fn system(&self) -> &'static str {
+        if self.cores.is_some() { "meshwork-cpu" } else { "meshwork" }
+    }
+
     /// Bytes a second that each rank of a group sends to others of it at the same time, and whether the group is on
     /// several hosts. `members` are world ranks in order: neighbours are on one host. A ring leaves a host once, and
     /// has the links of all its members there.
@@ -239,4 +351,25 @@ impl Cluster {
             }
         }
     }
+}
+
+/// The two names that are the fewest edits away.
+fn nearest<'a>(name: &str, known: &[&'a str]) -> Vec<&'a str> {
+    let edits = |other: &str| {
+        let mut row: Vec<usize> = (0..=other.len()).collect();
+        for (at, own) in name.bytes().enumerate() {
+            let mut before = row[0];
+            row[0] = at + 1;
+            for (to, letter) in other.bytes().enumerate() {
+                let replaced = before + usize::from(own != letter);
+                before = row[to + 1];
+                row[to + 1] = replaced.min(before + 1).min(row[to] + 1);
+            }
+        }
+        row[other.len()]
+    };
+    let mut names = known.to_vec();
+    names.sort_by_key(|other| edits(other));
+    names.truncate(2);
+    names
 }

@@ -31,6 +31,9 @@ pub enum PlanError {
     /// A pipeline that its schedule does not take.
     #[error(transparent)]
     Schedule(#[from] CheckError),
+    /// A run that measures.
+    #[error(transparent)]
+    Run(#[from] meshwork_core::RunError),
     /// A schedule that nothing is known of.
     #[error(transparent)]
     UnknownSchedule(#[from] UnknownSchedule),

@@ -6,13 +6,14 @@ mod count;
 mod error;
 pub mod fit;
 pub mod goodput;
+pub mod measure;
 mod plan;
 mod predict;
 pub mod search;
 mod system;
 pub mod table;
 
-pub use cluster::{Card, Cluster};
+pub use cluster::{Card, Cluster, Cores};
 pub use count::{Collective, Counter, Counts, Passes, Work};
 pub use error::PlanError;
 pub use predict::{Job, Prediction};

@@ -42,7 +42,7 @@ impl Plan {
 
     /// The command that trains it, with these words before its flags.
     pub fn command(&self, program: &str) -> String {
-        let mut text = format!("{program} {} --device cuda", self.mesh_flag());
+        let mut text = format!("{program} {}", self.mesh_flag());
         for (key, value) in self.keys.iter().filter(|(key, _)| !is_degree(key)) {
             let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             text += &format!(" --set {key}={value}");

@@ -10,7 +10,7 @@ use crate::cluster::Cluster;
 use crate::count::{Counter, Counts, Passes, Work};
 use crate::error::PlanError;
 use crate::system::{Constants, Memory, System};
-use meshwork_pipeline::{Costs, Schedule, Shape, by_name, simulate};
+use meshwork_pipeline::{Costs, Schedule, Shape, Timeline, by_name, simulate};
 use meshwork_train::config::{Config, Dtype, OffloadWord, RecomputeWord, Recomputed};
 use meshwork_train::plan;
 use std::collections::BTreeMap;
@@ -174,7 +174,7 @@ impl Job {
         let all: f64 =
             rates.parts().iter().flatten().zip([1.0, 1.0, layers, layers, 1.0, 1.0]).map(|(a, n)| a.seconds * n).sum();
         let micros = self.config.pipeline.num_microbatches.max(1) as f64;
-        let seconds = all * micros / parallel.pp as f64 + rates.after().seconds;
+        let seconds = all * micros / parallel.pp as f64 * rates.shared(1.0) + rates.after().seconds;
         (seconds, rates.memory(layers / parallel.pp as f64))
     }
 
@@ -213,10 +213,12 @@ impl Rates<'_> {
         let memory = memory.unwrap_or_else(|| self.memory(passed.held));
         let world = config.parallelism.world_size().unwrap_or(1) as f64;
         let peak = if self.half() { cluster.card.bf16 } else { cluster.card.f32 };
+        // Of cores that ranks share, all compute.
+        let cards = cluster.cores.map_or(world, |cores| (cores.count * cluster.hosts) as f64);
         let tokens = (config.training.global_batch_size * config.model.seq_len) as f64;
         Prediction {
             seconds: step.seconds,
-            mfu: self.job.model_flops / (step.seconds * peak * world),
+            mfu: self.job.model_flops / (step.seconds * peak * cards),
             bubble: passed.bubble,
             exposed: step.exposed,
             recomputed: self.recomputed(),
@@ -232,7 +234,31 @@ impl Rates<'_> {
         let (config, job) = (&self.job.config, self.job);
         let seconds = |counts: &Counts| self.pass(&counts.parts[1].backward).seconds;
         let layers = config.pipeline.num_microbatches.max(1) as f64 * config.model.num_layers as f64;
-        (seconds(&job.counts) - seconds(&job.plain)).max(0.0) * layers / config.parallelism.pp as f64
+        (seconds(&job.counts) - seconds(&job.plain)).max(0.0) * layers / config.parallelism.pp as f64 * self.shared(1.0)
+    }
+
+    /// How many times as long work takes while this share of the ranks computes, where ranks share cores.
+    fn shared(&self, of: f64) -> f64 {
+        let world = self.job.config.parallelism.world_size().unwrap_or(1) as f64;
+        self.cluster.stretch(of * world / self.cluster.hosts as f64)
+    }
+
+    /// Seconds from the first start to the last end. Where ranks share cores, each moment takes as long as its active
+    /// ranks need.
+    fn span(&self, timeline: &Timeline) -> f64 {
+        if self.cluster.cores.is_none() {
+            return timeline.makespan();
+        }
+        let mut ends: Vec<(f64, i32)> = Vec::new();
+        ends.extend(timeline.ranks.iter().flatten().flat_map(|one| [(one.start, 1), (one.end, -1)]));
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        let (mut seconds, mut active) = (0.0, 0);
+        for pair in ends.windows(2) {
+            active += pair[0].1;
+            let share = f64::from(active) / timeline.ranks.len() as f64;
+            seconds += (pair[1].0 - pair[0].0) * if active > 0 { self.shared(share) } else { 1.0 };
+        }
+        seconds
     }
 
     fn half(&self) -> bool {
@@ -253,7 +279,11 @@ impl Rates<'_> {
             let aligned = [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));
             let share = if aligned { of.products } else { of.unaligned };
             let waves = (m.div_ceil(TILE[0]) * n.div_ceil(TILE[1])) as f64 / card.units;
-            let seconds = 2.0 * m as f64 * n as f64 * k as f64 / (peak * share) * (1.0 + of.wave / waves);
+            let size = m as f64 * n as f64 * k as f64;
+            let seconds = match card.rate(size) {
+                Some(rate) => 2.0 * size / (rate * share),
+                None => 2.0 * size / (peak * share) * (1.0 + of.wave / waves),
+            };
             busy += seconds * times as f64;
         }
         if of.attention > 0.0 {
@@ -355,14 +385,15 @@ impl Rates<'_> {
                 let times = micros as f64 * if part == 1 { layers } else { 1.0 };
                 each.iter().for_each(|time| step.add(&time.scaled(times)));
             }
-            return Ok(Passed { time: step, bubble: 0.0, held: layers });
+            return Ok(Passed { time: step.scaled(self.shared(1.0)), bubble: 0.0, held: layers });
         }
         let schedule = |micros| generator.build(Shape { pp, virtual_stages: chunks, micros });
         let span = |schedule: &Schedule| -> Result<(f64, f64, f64), PlanError> {
             let stages = schedule.stages();
-            let even = layers / stages as f64;
-            let given = &config.pipeline.partition;
-            let of = |stage: usize| if given.len() == stages { given[stage] as f64 } else { even };
+            let (given, all) = (&config.pipeline.partition, config.model.num_layers);
+            // As a run cuts it: the first stages take the rest.
+            let even = |stage: usize| all / stages + usize::from(stage < all % stages);
+            let of = |stage: usize| (if given.len() == stages { given[stage] } else { even(stage) }) as f64;
             let stage = |pass: usize| -> Vec<f64> {
                 let ends = |stage: usize| {
                     let first = if stage == 0 { times[0][pass].seconds } else { 0.0 };
@@ -384,7 +415,7 @@ impl Rates<'_> {
                 timeline.peak_activations().into_iter().fold(0.0, f64::max) * (0..stages).map(of).fold(0.0, f64::max);
             let busy: Vec<f64> =
                 timeline.ranks.iter().map(|row| row.iter().map(|one| one.end - one.start).sum()).collect();
-            Ok((timeline.makespan(), busy.into_iter().fold(0.0, f64::max), held))
+            Ok((self.span(&timeline), busy.into_iter().fold(0.0, f64::max) * self.shared(1.0), held))
         };
         // A pipeline that is full takes as long for each further round of micro-batches.
         let few = 2 * pp * chunks;
@@ -399,7 +430,7 @@ impl Rates<'_> {
         };
         // Collectives of a rank in the middle; the rest of the step is computation, messages and the bubble.
         for pass in &times[1] {
-            step.add(&pass.scaled(micros as f64 * layers / pp as f64));
+            step.add(&pass.scaled(micros as f64 * layers / pp as f64 * self.shared(1.0)));
         }
         step.seconds = seconds;
         Ok(Passed { time: step, bubble: (seconds - busy).max(0.0), held })
@@ -429,6 +460,11 @@ impl Rates<'_> {
 
     /// What follows the last backward: the sum of gradients, the optimizer.
     fn after(&self) -> Time {
+        self.update().scaled(self.shared(1.0))
+    }
+
+    /// The same on a core of its own, where ranks share cores.
+    fn update(&self) -> Time {
         let (of, parallel) = (self.constants, &self.job.config.parallelism);
         let parameters = self.parameters();
         let mut time = Time { seconds: of.step, exposed: BTreeMap::new() };

@@ -143,8 +143,9 @@ pub struct System {
 }
 
 /// The systems that are known.
-const KNOWN: [(&str, &str); 5] = [
+const KNOWN: [(&str, &str); 6] = [
     ("meshwork", include_str!("../systems/meshwork.toml")),
+    ("meshwork-cpu", include_str!("../systems/meshwork-cpu.toml")),
     ("megatron-deepspeed-a100", include_str!("../systems/megatron-deepspeed-a100.toml")),
     ("fsdp-h100", include_str!("../systems/fsdp-h100.toml")),
     ("fsdp-a100", include_str!("../systems/fsdp-a100.toml")),
@@ -165,7 +166,8 @@ impl System {
     /// assert_eq!(System::known("fsdp-h100")?.name, "fsdp-h100");
     /// assert_eq!(
     ///     System::known("fsdp").unwrap_err().to_string(),
-    ///     "there is no system \"fsdp\"; known: meshwork, megatron-deepspeed-a100, fsdp-h100, fsdp-a100, megatron-h100"
+    ///     "there is no system \"fsdp\"; known: meshwork, meshwork-cpu, megatron-deepspeed-a100, fsdp-h100, fsdp-a100, \
+    ///      megatron-h100"
     /// );
     /// # Ok::<(), meshwork_plan::PlanError>(())
     /// ```
@@ -184,6 +186,13 @@ impl System {
             Some(unknown) => Err(refuse(format!("fitted: there is no constant {unknown:?}"))),
             None => Ok(system),
         }
+    }
+
+    /// The same with the constants that were measured on a cluster.
+    #[must_use]
+    pub fn on(mut self, cluster: &Cluster) -> Self {
+        cluster.constants.iter().for_each(|(name, value)| self.constants.set(name, *value));
+        self
     }
 
     /// The cluster of its published runs. A title that names the memory of a card, as `A100 40GB`, chooses it.

@@ -2,6 +2,8 @@
 
 #[path = "published/goodput.rs"]
 mod goodput;
+#[path = "published/machine.rs"]
+mod machine;
 #[path = "published/memory.rs"]
 mod memory;
 #[path = "published/search.rs"]

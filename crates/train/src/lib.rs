@@ -35,6 +35,7 @@ pub use error::{OutputError, RankError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, train, train_in};
 pub use load::load;
+pub use machine::memory_left;
 pub use start_weights::StartWeights;
 pub use tensorboard::TensorBoard;
 

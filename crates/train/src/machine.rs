@@ -187,6 +187,12 @@ fn leaves(folder: &Path, version: usize, of: &Controller) -> Option<Left> {
     Some(Left { amount: limit.saturating_sub(used), whose })
 }
 
+/// The bytes of memory that this process may still take, by the limits of the machine and of its control groups; `None`
+/// where nothing is known of them.
+pub fn memory_left() -> Option<u128> {
+    Machine::here().memory().map(|left| left.amount)
+}
+
 fn least(left: impl IntoIterator<Item = Left>) -> Option<Left> {
     left.into_iter().min_by_key(|left| left.amount)
 }

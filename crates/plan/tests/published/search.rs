@@ -1,8 +1,10 @@
 //! The search of plans.
 
 use meshwork_plan::search::{Found, Keys, search};
-use meshwork_plan::{Cluster, Counter, Memory, System};
+use meshwork_plan::table::configured;
+use meshwork_plan::{Cluster, Counter, Job, Memory, System};
 use meshwork_train::config::{Args, Config};
+use meshwork_train::plan::memory;
 
 /// A GPT of four layers, small enough that every plan of it can be compared.
 fn small(more: &[(&str, toml::Value)]) -> Keys {
@@ -130,6 +132,54 @@ fn commands_are_read_by_the_loader() {
             assert_eq!(config.training.global_batch_size, 16, "{command}");
         }
     }
+}
+
+/// The bytes of the best plans are those that their commands print with `--steps 0`: with sequences cut over cp, with
+/// each stage of ZeRO and with everything recomputed.
+#[test]
+fn commands_of_the_best_hold_the_predicted_bytes() {
+    let system = System::known("meshwork").unwrap();
+    let cases: [&[(&str, toml::Value)]; 4] = [
+        &[("parallelism.cp", 2.into()), ("memory.recompute", "full".into())],
+        &[("parallelism.zero_stage", 3.into()), ("memory.recompute", "selective".into())],
+        &[("parallelism.pp", 2.into()), ("parallelism.zero_stage", 2.into()), ("memory.recompute", "none".into())],
+        &[("parallelism.ep", 2.into()), ("moe.num_experts", 4.into()), ("memory.recompute", "none".into())],
+    ];
+    for more in cases {
+        let keys = small(&[&[("training.micro_batch_size", 1.into())], more].concat());
+        let found = found(&keys, &system, &cluster(), 4, &mut Counter::default());
+        assert!(found.best.len() > 1, "{more:?}");
+        for plan in &found.best {
+            let command = plan.command("gpt_train");
+            let config = Config::from_args(&Args::parse(command.split(' ').skip(1).chain(["--steps", "0"]))).unwrap();
+            let most = memory(&config).unwrap().iter().map(|of_rank| of_rank.total()).max().unwrap();
+            assert_eq!(plan.step.memory, most as f64, "{command}");
+        }
+    }
+}
+
+/// What ranks of ep send each other has a name, and links that are slow make it longer.
+#[test]
+fn the_traffic_of_experts_is_named() {
+    let mut counter = Counter::default();
+    let mut step = |ep: i64, inside: f64| {
+        let keys = small(&[
+            ("training.micro_batch_size", 1.into()),
+            ("training.global_batch_size", 16.into()),
+            ("moe.num_experts", 4.into()),
+            ("parallelism.dp", 4.into()),
+            ("parallelism.ep", ep.into()),
+        ]);
+        let cluster = Cluster { inside, ..cluster() };
+        Job::new(configured(&keys).unwrap(), &mut counter).unwrap().predict(&quick(), &cluster).unwrap()
+    };
+    let of = |exposed: &std::collections::BTreeMap<String, f64>| -> f64 {
+        exposed.iter().filter(|(name, _)| name.ends_with("(ep)")).map(|(_, seconds)| seconds).sum()
+    };
+    let (alone, fast, slow) = (step(1, 1e11), step(4, 1e11), step(4, 1e7));
+    assert_eq!(of(&alone.exposed), 0.0, "{:?}", alone.exposed);
+    assert!(fast.exposed.contains_key("all_to_all (ep)"), "{:?}", fast.exposed);
+    assert!(of(&slow.exposed) > of(&fast.exposed) && slow.seconds > fast.seconds);
 }
 
 /// Where nothing fits, the smallest plan says by how much.

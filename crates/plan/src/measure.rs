@@ -1,0 +1,241 @@
+//! This machine as a cluster of one host: its cores, as steps of small models find them.
+//!
+//! ```text
+//! as many ranks as cores train small models ─ profile ─▶ rates of products by size, of attention, of other operations,
+//!                                                         seconds between operations, of the update
+//! one rank with all cores ─▶ how far free cores help     sums of buffers ─▶ latency and rate of collectives
+//! ```
+//!
+//! All cores are busy at once, so that cores which are two threads of one, or share a cache or a limit of power, are
+//! measured as a run finds them. It takes about ten seconds, on a machine that does nothing else.
+
+use crate::cluster::{Card, Cluster, Cores};
+use crate::error::PlanError;
+use crate::plan::Keys;
+use crate::table::configured;
+use meshwork_core::profile::{Class, Span};
+use meshwork_core::{Buffer, CommError, Group, Rank, ReduceOp, RunError, World, pool};
+use meshwork_nn::Batch;
+use meshwork_train::config::Config;
+use meshwork_train::profile::{Probe, Profiler, SliceKind, slices};
+use meshwork_train::{Devices, TrainError, Trainer, memory_left};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Hidden size, heads, tokens of a sequence and sequences of a rank: products of 64 to 2048 features.
+pub const MODELS: [[usize; 4]; 4] = [[64, 2, 64, 2], [128, 4, 128, 2], [256, 4, 256, 2], [512, 8, 256, 2]];
+
+/// Layers of each model.
+const LAYERS: usize = 2;
+
+/// Steps that are measured of each model, after one that is not.
+const STEPS: usize = 4;
+
+/// Elements of the sums of buffers: of the latency, and of the rate.
+const SUMS: [usize; 2] = [1, 1 << 20];
+
+/// Sums of each.
+const TIMES: usize = 40;
+
+/// Steps as measured: the seconds of each but the first, and every rank's spans of them.
+#[derive(Debug)]
+pub struct Steps {
+    /// The median of the slowest rank's seconds.
+    pub seconds: f64,
+    spans: Vec<Vec<Span>>,
+}
+
+/// Trains a configuration for `count` steps after a first one, every rank a thread, on samples of zeros. Nothing is
+/// written.
+///
+/// # Errors
+/// A configuration that has no plan; a step that fails.
+pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, PlanError> {
+    let (model, plan) = (config.model(), config.plan()?);
+    let devices = Devices::cpu(config.training.matmul_dtype.precision());
+    let profiler = Profiler::follow(count as u64 + 1, count as u64);
+    let ends = config.world().run(|world: Group| {
+        let probe = if profiled { profiler.probe(&**world.communicator()) } else { Probe::off() };
+        let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
+        let device = probe.device(devices.rank(world.communicator().clone()).map_err(TrainError::from)?.device);
+        let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), device)?;
+        let batch = Batch::blank(&model.fields(), trainer.samples().len());
+        let mut times = Vec::new();
+        for step in 0..=count {
+            let begun = Instant::now();
+            probe.step(step as u64 + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
+            times.push(begun.elapsed().as_secs_f64());
+        }
+        Ok::<_, TrainError>((median(times.split_off(1)), probe.track(&rank).map_or(Vec::new(), |track| track.spans)))
+    })?;
+    let (seconds, spans): (Vec<f64>, Vec<Vec<Span>>) = ends.into_iter().unzip();
+    Ok(Steps { seconds: seconds.into_iter().fold(0.0, f64::max), spans })
+}
+
+fn median(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or_default()
+}
+
+/// An amount, such as bytes, and the nanoseconds that it took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Spent {
+    amount: f64,
+    nanos: f64,
+}
+
+impl Spent {
+    fn add(&mut self, amount: f64, nanos: u64) {
+        self.amount += amount;
+        self.nanos += nanos as f64;
+    }
+
+    /// Amount a second.
+    fn rate(self) -> f64 {
+        if self.nanos > 0.0 { self.amount / (self.nanos * 1e-9) } else { f64::INFINITY }
+    }
+}
+
+/// The time of ranks by what they did.
+#[derive(Clone, Debug, Default)]
+struct Work {
+    /// Operations of products, by the power of two that is next to the product of their extents.
+    products: BTreeMap<i32, Spent>,
+    /// Operations.
+    attention: Spent,
+    /// Bytes of other operations.
+    moved: Spent,
+    /// Operations of the device, with the time between them.
+    launches: Spent,
+    /// Steps, with the time outside of forward and backward.
+    update: Spent,
+}
+
+impl Work {
+    fn add(&mut self, spans: &[Vec<Span>]) {
+        let ranks: Vec<&[Span]> = spans.iter().map(Vec::as_slice).collect();
+        for (spans, slices) in spans.iter().zip(slices(&ranks)) {
+            let actions: Vec<&Span> = spans.iter().filter(|span| span.class == Class::Action).collect();
+            let inside = |at: u64| actions.iter().any(|action| (action.start..action.end).contains(&at));
+            self.update.amount += spans.iter().filter(|span| span.class == Class::Step).count() as f64;
+            for slice in slices {
+                let nanos = slice.duration();
+                match (slice.kind, slice.span.class) {
+                    (SliceKind::Waiting | SliceKind::Hidden, _) | (_, Class::Post | Class::Wait) => {}
+                    _ if !inside(slice.start) => self.update.add(0.0, nanos),
+                    (SliceKind::Rest, _) => self.launches.add(0.0, nanos),
+                    (_, class) => {
+                        self.launches.amount += 1.0;
+                        let flops = slice.span.flops as f64;
+                        match class {
+                            Class::Product => {
+                                let size = (flops / 2.0).max(1.0).log2().round() as i32;
+                                self.products.entry(size).or_default().add(flops, nanos);
+                            }
+                            Class::Attention => self.attention.add(flops, nanos),
+                            _ => self.moved.add(slice.span.bytes as f64, nanos),
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Seconds of all ranks, without waits and communication.
+    fn seconds(&self) -> f64 {
+        let of = [self.attention, self.moved, self.launches, self.update];
+        1e-9 * self.products.values().chain(&of).map(|spent| spent.nanos).sum::<f64>()
+    }
+}
+
+/// Measures this machine by models of these sizes, usually [`MODELS`], the largest last: its [`pool::threads`] as the
+/// cards of a cluster. `progress` hears what is done, how many, and of how many.
+///
+/// # Errors
+/// A step that fails.
+pub fn measure(models: &[[usize; 4]], progress: &mut dyn FnMut(&str, usize, usize)) -> Result<Cluster, PlanError> {
+    let cores = pool::threads();
+    let mut all = Work::default();
+    let (mut alone, mut busy, mut each) = (0.0, 0.0, 0.0);
+    for (at, &sizes) in models.iter().enumerate() {
+        progress("training small models", at, models.len());
+        let mut own = Work::default();
+        let config = model(sizes, cores)?;
+        let run = steps(&config, STEPS, true)?;
+        own.add(&run.spans);
+        all.add(&run.spans);
+        if at + 1 == models.len() {
+            // The largest model: its update is bound by memory, and its operations are long enough to be shared.
+            alone = steps(&model(sizes, 1)?, STEPS, false)?.seconds;
+            busy = own.seconds() / own.update.amount;
+            let parameters = meshwork_train::plan::predict(&config, 0)?.parameters;
+            each = own.update.nanos * 1e-9 / own.update.amount / parameters as f64;
+        }
+    }
+    progress("training small models", models.len(), models.len());
+    let help = (busy / alone).clamp(1.0, cores as f64);
+    let [latency, long] = if cores > 1 { sums(cores)? } else { [0.0, 0.0] };
+    // Of all members but one, twice: a sum scatters and gathers.
+    let bytes = 2.0 * (SUMS[1] * size_of::<f32>()) as f64 * (cores - 1) as f64 / cores as f64;
+    let (bandwidth, peak) = (all.moved.rate(), all.products.values().map(|spent| spent.rate()).fold(1.0, f64::max));
+    let link = if cores > 1 { bytes / (long - latency).max(1e-9) } else { bandwidth };
+    let products = all.products.iter().map(|(size, spent)| [2f64.powi(*size), spent.rate()]).collect();
+    let memory = memory_left().map_or(f64::MAX.sqrt(), |bytes| bytes as f64) / cores as f64;
+    let constants = [
+        ("attention", all.attention.rate() / peak),
+        ("launch", all.launches.nanos * 1e-9 / all.launches.amount),
+        ("latency", latency),
+        ("far_latency", latency),
+        ("optimizer", each * bandwidth),
+    ];
+    Ok(Cluster {
+        name: "this machine".into(),
+        hosts: 1,
+        cards_per_host: cores,
+        card: Card { name: "core".into(), memory, bandwidth, bf16: peak, f32: peak, units: 1.0, products },
+        inside: link,
+        between: link,
+        host: bandwidth,
+        price: None,
+        source: "measured by `cargo run --release --example plan -- --measure FILE`, all cores busy".into(),
+        cores: Some(Cores { count: cores, help }),
+        constants: constants.map(|(name, value)| (name.to_owned(), value)).into(),
+    })
+}
+
+/// A model of these sizes over `dp` ranks.
+fn model([hidden, heads, tokens, samples]: [usize; 4], dp: usize) -> Result<Config, PlanError> {
+    let keys: Keys = [
+        ("model.vocab_size", 256),
+        ("model.num_layers", LAYERS),
+        ("model.hidden_size", hidden),
+        ("model.num_heads", heads),
+        ("model.seq_len", tokens),
+        ("parallelism.dp", dp),
+        ("training.global_batch_size", samples * dp),
+        ("training.micro_batch_size", samples),
+    ]
+    .map(|(key, value)| (key.to_owned(), toml::Value::Integer(value as i64)))
+    .into();
+    configured(&keys)
+}
+
+/// Seconds of a sum over all ranks, of a short and a long buffer: the median.
+fn sums(ranks: usize) -> Result<[f64; 2], RunError> {
+    let all = World::Threads(ranks).run(|world: Group| {
+        let mut found = [0.0; 2];
+        for (seconds, elements) in found.iter_mut().zip(SUMS) {
+            let mut buffer = Buffer::from_slice(&vec![1.0f32; elements]);
+            let mut times = Vec::new();
+            for _ in 0..TIMES {
+                let begun = Instant::now();
+                buffer = world.all_reduce(buffer, ReduceOp::Max)?;
+                times.push(begun.elapsed().as_secs_f64());
+            }
+            *seconds = median(times);
+        }
+        Ok::<_, CommError>(found)
+    })?;
+    Ok([0, 1].map(|at| all.iter().map(|found| found[at]).fold(0.0, f64::max)))
+}

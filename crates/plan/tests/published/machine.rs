@@ -1,0 +1,135 @@
+//! This machine as a cluster: cores that ranks share.
+
+use meshwork_plan::measure;
+use meshwork_plan::search::{Keys, search};
+use meshwork_plan::table::configured;
+use meshwork_plan::{Cluster, Cores, Counter, Job, System};
+
+/// Two cores, of which a rank alone is 1.5 times as fast as one beside another.
+const MACHINE: &str = "
+    [cluster]
+    name = 'two cores'
+    hosts = 1
+    cards_per_host = 2
+    [card]
+    name = 'core'
+    memory = 8e9
+    bandwidth = 1e10
+    bf16 = 1e11
+    f32 = 1e11
+    units = 1
+    products = [[1e6, 1e10], [1e8, 1e11]]
+    [links]
+    inside = 1e10
+    between = 1e10
+    host = 1e10
+    [cores]
+    count = 2
+    help = 1.5
+    [constants]
+    launch = 5e-6
+";
+
+fn machine() -> Cluster {
+    Cluster::from_toml("machine.toml", MACHINE).unwrap()
+}
+
+fn keys(degrees: &[(&str, i64)]) -> Keys {
+    let own = [
+        ("model.num_layers", 4),
+        ("model.hidden_size", 64),
+        ("model.seq_len", 64),
+        ("training.global_batch_size", 16),
+        ("training.micro_batch_size", 2),
+    ];
+    own.iter().chain(degrees).map(|(key, value)| ((*key).to_owned(), toml::Value::Integer(*value))).collect()
+}
+
+#[test]
+fn rates_lie_between_those_that_were_measured() {
+    let card = machine().card;
+    assert_eq!([1e3, 1e6, 1e8, 1e12].map(|size| card.rate(size).unwrap()), [1e10, 1e10, 1e11, 1e11]);
+    assert!((card.rate(1e7).unwrap() / 10f64.powf(10.5) - 1.0).abs() < 1e-9, "halfway by powers");
+    assert_eq!(Cluster::known("dgx-h100").unwrap().card.rate(1e7), None);
+}
+
+/// One rank has both cores, with their help; two have one each; more take turns.
+#[test]
+fn ranks_share_cores() {
+    let machine = machine();
+    for (ranks, stretch) in [(1.0, 1.0 / 1.5), (2.0, 1.0), (3.0, 1.5), (8.0, 4.0)] {
+        assert!((machine.stretch(ranks) - stretch).abs() < 1e-12, "{ranks}: {}", machine.stretch(ranks));
+    }
+    assert_eq!(Cluster::known("dgx-h100").unwrap().stretch(8.0), 1.0);
+    let many = machine.of_cards(8).unwrap();
+    assert_eq!((many.hosts, many.cards(), many.card.memory), (1, 8, 2e9));
+}
+
+/// Eight ranks on two cores take no less than two, and a pipeline of two ranks no less than half of its work; a step
+/// on twice as many cores is faster.
+#[test]
+fn more_ranks_than_cores_gain_nothing() {
+    let system = System::known(machine().system()).unwrap().on(&machine());
+    assert_eq!((system.name.as_str(), system.constants.launch), ("meshwork-cpu", 5e-6));
+    let seconds = |degrees: &[(&str, i64)], cluster: &Cluster| {
+        let job = Job::new(configured(&keys(degrees)).unwrap(), &mut Counter::default()).unwrap();
+        let step = job.predict(&system, cluster).unwrap();
+        assert!(step.seconds > 0.0 && step.mfu < 1.0 && step.bubble >= 0.0, "{step:?}");
+        step.seconds
+    };
+    let on = |ranks: usize| machine().of_cards(ranks).unwrap();
+    let (one, two) = (seconds(&[], &on(1)), seconds(&[("parallelism.dp", 2)], &on(2)));
+    let (eight, four) = (seconds(&[("parallelism.dp", 8)], &on(8)), Cores { count: 4, help: 3.0 });
+    assert!(two < one && one < 1.5 * two && eight >= two, "{one} {two} {eight}");
+    let pipeline = [("parallelism.pp", 2)];
+    let (staged, whole) = (seconds(&pipeline, &on(2)), one);
+    assert!(staged > 0.6 * whole && staged < 1.5 * whole, "{staged} {whole}");
+    let more = Cluster { cores: Some(four), ..on(8) };
+    assert!(seconds(&[("parallelism.dp", 8)], &more) < eight);
+}
+
+/// A search on cores trains in f32, and its command names no card.
+#[test]
+fn plans_of_a_machine_are_found() {
+    let (machine, mut counter) = (machine(), Counter::default());
+    let system = System::known(machine.system()).unwrap().on(&machine);
+    let mut given = keys(&[]);
+    given.remove("training.global_batch_size");
+    let found = search(&given, 16, &system, &machine, 3, &mut counter, &mut |_, _, _| {}).unwrap();
+    let command = found.best[0].command("x");
+    assert!(command.contains("training.dtype=f32") && !command.contains("--device"), "{command}");
+}
+
+/// The text of a cluster is read as the cluster.
+#[test]
+fn a_cluster_is_written_as_it_is_read() {
+    let machine = machine();
+    assert_eq!(Cluster::from_toml("again.toml", &machine.to_toml()).unwrap(), machine);
+}
+
+#[test]
+fn machines_that_contradict_themselves_are_refused() {
+    let fault =
+        |from: &str, to: &str| Cluster::from_toml("x.toml", &MACHINE.replace(from, to)).unwrap_err().to_string();
+    assert_eq!(
+        fault("help = 1.5", "help = 2.5"),
+        "x.toml: cores.count and cores.help contradict each other; \
+         count is at least 1; help, how many times as fast a rank is with all cores, is 1 to count"
+    );
+    assert_eq!(
+        fault("[1e6, 1e10]", "[1e9, 1e10]"),
+        "x.toml: card.products are no rates by size; give pairs of m·n·k, in ascending order, and operations a second"
+    );
+    assert!(fault("launch = ", "lunch = ").starts_with("x.toml: [constants] has lunch; known are products, wave"));
+}
+
+/// A measured machine has what a search needs, and its file is read.
+#[test]
+fn this_machine_is_measured() {
+    let found = measure::measure(&measure::MODELS[..2], &mut |_, _, _| {}).unwrap();
+    let read = Cluster::from_toml("this.toml", &found.to_toml()).unwrap();
+    assert_eq!(read.cores.unwrap().count, meshwork_core::pool::threads());
+    assert!(read.card.products.len() > 2 && read.card.products.iter().all(|[_, rate]| *rate > 1e6));
+    let names: Vec<&str> = read.constants.keys().map(String::as_str).collect();
+    assert_eq!(names, ["attention", "far_latency", "latency", "launch", "optimizer"]);
+}
