@@ -206,8 +206,11 @@ pub(super) fn run(memory: &mut Memory, calls: &[(usize, Exchange)]) -> Result<()
     Ok(())
 }
 
+/// Bytes that a rank writes, and where.
+type Written = (Address, Vec<u8>);
+
 /// What each rank writes in a collective, and where, from the parts of all by rank.
-pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<(Address, Vec<u8>)>>> {
+pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
     let Some(Part { exchange: first, .. }) = parts.first() else { return Ok(Vec::new()) };
     let kind = |exchange: &Exchange| match exchange {
         Exchange::AllReduce { count, dtype, reduce, .. } | Exchange::ReduceScatter { count, dtype, reduce, .. } => {
