@@ -1,6 +1,7 @@
 //! Runs over processes, by each MPI that `scripts/install_mpi.sh target/mpi` has installed; without any, these tests
 //! pass with a message. Also launches that are refused before any MPI is needed.
 
+use crate::devices::emulates;
 use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
 use serde_json::Value;
 use std::fs;
@@ -117,6 +118,7 @@ fn over_tcp(processes: usize, line: &str) -> Vec<Ended> {
         command.args(line.split_whitespace()).stdin(Stdio::null()).env("TERM", "dumb");
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
         command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", &port);
+        command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
         Running::start(command)
     };
     let all: Vec<Running> = (0..processes).map(start).collect();
@@ -145,6 +147,42 @@ fn losses_over_tcp_are_those_of_threads_bit_for_bit() {
         assert_eq!(numbers(&metrics("tcp")).len(), 3);
         assert!(ended[0].out.contains(&format!("TCP: {processes} processes")), "{}", ended[0].out);
     }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// Two processes by plain variables, which `comm.kind = "auto"` joins over TCP; NCCL carries the elements.
+#[test]
+fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("nccl");
+    let line = |name: &str, more: &str| {
+        format!("{SMALL} {UNSAMPLED} {STEPS} {more} --metrics {}", folder.join(name).display())
+    };
+    succeed(&line("cpu", "--mesh dp=1"));
+    for (at, settings) in
+        ["dp=2 --set training.replay_every=2", "tp=2", "pp=2 --set training.micro_batch_size=2"].into_iter().enumerate()
+    {
+        let name = at.to_string();
+        let ended = over_tcp(2, &line(&name, &format!("--device cuda-emulated:{at}:2 --mesh {settings}")));
+        for (rank, ended) in ended.iter().enumerate() {
+            assert_eq!(ended.code, Some(0), "process {rank}, {settings}\n{}\n{}", ended.out, ended.err);
+        }
+        assert_eq!(numbers(&folder.join(name)), numbers(&folder.join("cpu")), "{settings}");
+    }
+    // In an order of its own, which is near; canonical numerics refuse it.
+    let native = "--device cuda-emulated:0:2 --mesh dp=2 --set comm.reduction=native";
+    let ended = over_tcp(2, &line("native", native).replace("canonical", "fast"));
+    assert!(ended.iter().all(|ended| ended.code == Some(0)), "{}", ended[0].err);
+    assert!(ended[0].err.contains("NCCL adds up between processes"), "{}", ended[0].err);
+    let ended = over_tcp(2, &line("refused", native));
+    assert!(ended[0].err.contains("comm.reduction = native: "), "{}", ended[0].err);
+    // Two processes on one card.
+    let ended = over_tcp(2, &line("shared", "--device cuda-emulated --mesh dp=2"));
+    assert!(ended.iter().all(|ended| ended.code == Some(1)), "{ended:?}");
+    let told = ended.iter().any(|ended| ended.err.contains("Duplicate GPU detected: rank "));
+    assert!(told, "{}\n{}", ended[0].err, ended[1].err);
     fs::remove_dir_all(folder).unwrap();
 }
 

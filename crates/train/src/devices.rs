@@ -1,9 +1,13 @@
 //! The devices of a run, one for each rank.
 
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+use crate::config::ReductionName;
 use crate::config::{Config, Device as Where, Fault};
 use meshwork_core::Communicator;
 use meshwork_core::comm::record;
 use meshwork_cpu::Cpu;
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+use meshwork_cuda::device::Reduction;
 use meshwork_tensor::{Device, Error, Precision};
 use std::fmt;
 use std::sync::Arc;
@@ -16,8 +20,9 @@ pub struct Devices(DeviceKind);
 enum DeviceKind {
     Cpu(Precision),
     Own(Arc<Own>),
+    /// And how elements are reduced between processes; `None` of ranks that are threads of one.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
-    Cuda(Arc<cuda::Open>),
+    Cuda(Arc<cuda::Open>, Option<Reduction>),
 }
 
 type Own = dyn Fn(Arc<dyn Communicator>) -> Result<RankDevice, Error> + Send + Sync;
@@ -28,7 +33,7 @@ impl fmt::Debug for Devices {
             DeviceKind::Cpu(_) => "Devices(cpu)",
             DeviceKind::Own(_) => "Devices(own)",
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            DeviceKind::Cuda(_) => "Devices(cuda)",
+            DeviceKind::Cuda(..) => "Devices(cuda)",
         })
     }
 }
@@ -55,7 +60,11 @@ impl Devices {
     pub fn open(config: &Config) -> Result<Self, Error> {
         #[cfg(any(feature = "cuda", feature = "emulator"))]
         if let Some(open) = cuda::open(config)? {
-            return Ok(Self(DeviceKind::Cuda(open)));
+            let between = config.comm.launch.as_ref().map(|_| match config.comm.reduction {
+                ReductionName::Tree => Reduction::Tree,
+                ReductionName::Native => Reduction::Library,
+            });
+            return Ok(Self(DeviceKind::Cuda(open, between)));
         }
         Ok(Self::cpu(config.training.matmul_dtype.precision()))
     }
@@ -68,11 +77,12 @@ impl Devices {
     /// Devices that `open` makes, by the rank's number among those of its host.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
-        Self(DeviceKind::Cuda(Arc::new(open)))
+        Self(DeviceKind::Cuda(Arc::new(open), None))
     }
 
     /// The device of one rank, with the communicator `world`. Collective, for devices of which a host has several: the
-    /// ranks of a host share them out.
+    /// ranks of a host share them out. Between GPUs of several processes the communicator is over NCCL, and `world`
+    /// carries everything else.
     ///
     /// # Errors
     /// A device that refuses to open.
@@ -81,7 +91,11 @@ impl Devices {
             DeviceKind::Cpu(precision) => Ok(RankDevice { device: Arc::new(Cpu::new(*precision)), world }),
             DeviceKind::Own(open) => open(world),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            DeviceKind::Cuda(open) => Ok(RankDevice { device: open(cuda::rank_on_host(&world)?)?, world }),
+            DeviceKind::Cuda(open, between) => {
+                let device = open(cuda::rank_on_host(&world)?)?;
+                let world = between.map_or(Ok(world.clone()), |how| device.nccl(world, how))?;
+                Ok(RankDevice { device, world })
+            }
         }
     }
 
@@ -91,7 +105,7 @@ impl Devices {
             DeviceKind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
             DeviceKind::Own(open) => Ok(open(record::communicator("world", 0, vec![0])?)?.device),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            DeviceKind::Cuda(open) => Ok(open(0)?),
+            DeviceKind::Cuda(open, _) => Ok(open(0)?),
         }
     }
 }
@@ -231,7 +245,11 @@ mod cuda {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
                 let kernels = Arc::new(kernels.map_err(failed(config.device))?);
                 let order = if blocking { meshwork_cuda::Order::AsQueued } else { meshwork_cuda::Order::Seeded(seed) };
-                let machine = meshwork_cuda::Emulator::machine(kernels, EMULATED_MEMORY, order, devices, |_, _| true);
+                let mut machine =
+                    meshwork_cuda::Emulator::machine(kernels, EMULATED_MEMORY, order, devices, |_, _| true);
+                if config.comm.launch.is_some() {
+                    machine = machine.into_iter().map(meshwork_cuda::Emulator::among_processes).collect();
+                }
                 Arc::new(move |rank| {
                     let number = rank % devices;
                     device(drivers.get(number, || Ok(graphs(as_graphs, machine[number].clone())))?)

@@ -156,9 +156,9 @@ impl Launch<'_> {
             let peers = self.peers.filter(|_| config.keeps_snapshots());
             let snapshots = peers.and_then(|peers| Snapshots::join(peers, world.clone()));
             let restored = peers.and_then(|peers| peers.restored(world.rank() % config.comm.ranks_per_process));
-            let RankDevice { device, world } = devices.rank(world)?;
             let replay =
                 self.replays.as_ref().map(|replays| Replay::join(replays, devices, world.clone())).transpose()?;
+            let RankDevice { device, world } = devices.rank(world)?;
             let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
             if let Some(log) = &mut log {
                 let at = mesh.axes().map(|axis| format!("{axis}={}", rank.coords().get(axis)));

@@ -1,7 +1,9 @@
 //! Places in the memory of a device.
 
+use serde::{Deserialize, Serialize};
+
 /// An address in the memory of a device, in bytes; 0 is null.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Address(pub u64);
 
 impl Address {

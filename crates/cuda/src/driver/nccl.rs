@@ -3,6 +3,7 @@
 use super::address::Address;
 use super::error::Result;
 use meshwork_core::{DType, ReduceOp};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// One rank's end of a communicator of NCCL, as its device numbers it.
@@ -26,7 +27,7 @@ impl fmt::Debug for UniqueId {
 
 /// One rank's part in a collective of a communicator. Every member queues one of the same kind and size, and all of
 /// them run at once: the stream waits until the streams of all members have come to it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Exchange {
     /// `to` of every rank becomes the reduction of `from` of all; the two may be the same.
     AllReduce {
@@ -78,7 +79,7 @@ pub enum Exchange {
 }
 
 /// A message to or from a rank of a communicator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Message {
     /// The other rank.
     pub peer: usize,

@@ -16,6 +16,7 @@
 mod memory;
 mod nccl;
 mod order;
+mod processes;
 mod work;
 
 use crate::driver::{
@@ -24,6 +25,7 @@ use crate::driver::{
 };
 use memory::HOST;
 use meshwork_kernels::Launch;
+use processes::Between;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -37,6 +39,8 @@ pub use order::Order;
 pub struct Emulator {
     properties: Properties,
     machine: Arc<Machine>,
+    /// The communicators of NCCL, where their ranks are in several processes.
+    between: Option<Arc<Between>>,
 }
 
 /// The state that the devices of a machine share.
@@ -73,7 +77,11 @@ impl Emulator {
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
         let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
         let shared = 227 << 10; // as on an H100
-        Self { properties: Properties { name, ordinal, memory, shared, granule: 1, architecture }, machine }
+        Self {
+            properties: Properties { name, ordinal, memory, shared, granule: 1, architecture },
+            machine,
+            between: None,
+        }
     }
 
     /// The same device with an allocation granularity of `bytes`, as a GPU has one. By default an allocation has
@@ -81,6 +89,14 @@ impl Emulator {
     #[must_use]
     pub fn granule(mut self, bytes: usize) -> Self {
         self.properties.granule = bytes;
+        self
+    }
+
+    /// The same device, whose communicators of NCCL have ranks in other processes of this host. Every process has a
+    /// machine of its own, and devices with the same number are the same card: NCCL refuses two ranks on one.
+    #[must_use]
+    pub fn among_processes(mut self) -> Self {
+        self.between = Some(Arc::new(Between(self.clone())));
         self
     }
 
@@ -218,7 +234,8 @@ impl Driver for Emulator {
     fn queue(&self, stream: Stream, work: Work) -> Result<()> {
         work.check()?;
         if let Work::Exchange { on, exchange } = &work {
-            self.lock().comms.check(exchange.name(), *on, self.ordinal())?;
+            let (state, call, device) = (self.lock(), exchange.name(), self.ordinal());
+            state.processes.check(call, *on, device).unwrap_or_else(|| state.comms.check(call, *on, device))?;
         }
         if let Work::Launch { kernel, launch, .. } = &work {
             let (most, &Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
@@ -278,7 +295,7 @@ impl Driver for Emulator {
     }
 
     fn nccl(&self) -> Result<&dyn Nccl> {
-        Ok(self)
+        Ok(self.between.as_deref().map_or(self as &dyn Nccl, |between| between))
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {

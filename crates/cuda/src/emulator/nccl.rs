@@ -8,6 +8,7 @@ use super::memory::Memory;
 use crate::driver::{Address, DriverError, Exchange, Message, NcclComm, Result, UniqueId};
 use half::{bf16, f16};
 use meshwork_core::{DType, ReduceOp};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
 /// The communicators of a machine, and the ranks' ends of them.
@@ -169,9 +170,48 @@ pub(super) fn crossed(streams: &[String]) -> DriverError {
     DriverError::Call { call: "ncclCommGetAsyncError", why: format!("{why}: {}", streams.join(", ")) }
 }
 
-/// Runs a collective: the parts of all ranks, each with its device, by rank.
-pub(super) fn run(memory: &mut Memory, parts: &[(usize, Exchange)]) -> Result<()> {
-    let Some((_, first)) = parts.first() else { return Ok(()) };
+/// A rank's part in a collective: its call, and the bytes that it [reads](sources).
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub(super) exchange: Exchange,
+    pub(super) read: Vec<Vec<u8>>,
+}
+
+/// Where a rank of `n` reads in a collective, and how many bytes.
+pub(super) fn sources(exchange: &Exchange, rank: usize, n: usize) -> Vec<(Address, usize)> {
+    match *exchange {
+        Exchange::AllReduce { from, count, dtype, .. } => vec![(from, count * dtype.size())],
+        Exchange::ReduceScatter { from, count, dtype, .. } => vec![(from, count * dtype.size() * n)],
+        Exchange::AllGather { from, bytes, .. } => vec![(from, bytes)],
+        Exchange::Broadcast { at, bytes, root } => Vec::from_iter((rank == root).then_some((at, bytes))),
+        Exchange::Messages(ref all) => {
+            all.iter().filter(|message| message.sends).map(|message| (message.at, message.bytes)).collect()
+        }
+    }
+}
+
+/// Runs a collective: the calls of all ranks, each with its device, by rank.
+pub(super) fn run(memory: &mut Memory, calls: &[(usize, Exchange)]) -> Result<()> {
+    let part = |(rank, (device, exchange)): (usize, &(usize, Exchange))| {
+        let read = sources(exchange, rank, calls.len()).into_iter();
+        let read = read.map(|(at, bytes)| Ok(memory.read(*device, at, bytes, exchange.name())?.to_vec()));
+        Ok(Part { exchange: exchange.clone(), read: read.collect::<Result<_>>()? })
+    };
+    let parts = calls.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
+    for ((device, exchange), written) in calls.iter().zip(results(&parts)?) {
+        for (at, bytes) in written.into_iter().filter(|(_, bytes)| !bytes.is_empty()) {
+            memory.write(*device, at, bytes.len(), exchange.name())?.copy_from_slice(&bytes);
+        }
+    }
+    Ok(())
+}
+
+/// Bytes that a rank writes, and where.
+type Written = (Address, Vec<u8>);
+
+/// What each rank writes in a collective, and where, from the parts of all by rank.
+pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
+    let Some(Part { exchange: first, .. }) = parts.first() else { return Ok(Vec::new()) };
     let kind = |exchange: &Exchange| match exchange {
         Exchange::AllReduce { count, dtype, reduce, .. } | Exchange::ReduceScatter { count, dtype, reduce, .. } => {
             format!("{}({count} of {dtype}, {})", exchange.name(), reduce.name())
@@ -180,78 +220,51 @@ pub(super) fn run(memory: &mut Memory, parts: &[(usize, Exchange)]) -> Result<()
         Exchange::Broadcast { bytes, root, .. } => format!("{}({bytes} bytes of rank {root})", exchange.name()),
         Exchange::Messages(_) => exchange.name().to_owned(),
     };
-    if let Some(rank) = parts.iter().position(|(_, part)| kind(part) != kind(first)) {
-        let why = format!("rank 0 is in {}, and rank {rank} in {}", kind(first), kind(&parts[rank].1));
+    if let Some(rank) = parts.iter().position(|part| kind(&part.exchange) != kind(first)) {
+        let why = format!("rank 0 is in {}, and rank {rank} in {}", kind(first), kind(&parts[rank].exchange));
         return Err(invalid(first.name(), why));
     }
     let (call, n) = (first.name(), parts.len());
-    let read = |device, at: Address, bytes| Ok(memory.read(device, at, bytes, call)?.to_vec());
-    let mut writes: Vec<(usize, Address, Vec<u8>)> = Vec::new();
-    match first {
-        Exchange::AllReduce { count, dtype, reduce, .. } | Exchange::ReduceScatter { count, dtype, reduce, .. } => {
-            let scatters = matches!(first, Exchange::ReduceScatter { .. });
-            let bytes = count * dtype.size() * if scatters { n } else { 1 };
-            let inputs: Vec<Vec<u8>> = parts
-                .iter()
-                .map(|(device, part)| match part {
-                    Exchange::AllReduce { from, .. } | Exchange::ReduceScatter { from, .. } => {
-                        read(*device, *from, bytes)
-                    }
-                    _ => Ok(Vec::new()),
-                })
-                .collect::<Result<_>>()?;
-            let sum = reduced(&inputs, *dtype, *reduce);
-            for (rank, (device, part)) in parts.iter().enumerate() {
-                match part {
-                    Exchange::AllReduce { to, .. } => writes.push((*device, *to, sum.clone())),
-                    Exchange::ReduceScatter { to, .. } => {
-                        let part = count * dtype.size();
-                        writes.push((*device, *to, sum[rank * part..][..part].to_vec()));
-                    }
-                    _ => {}
-                }
-            }
-        }
-        Exchange::AllGather { bytes, .. } => {
-            let mut all = Vec::new();
-            for (device, part) in parts {
-                let Exchange::AllGather { from, .. } = part else { continue };
-                all.extend(read(*device, *from, *bytes)?);
-            }
-            for (device, part) in parts {
-                let Exchange::AllGather { to, .. } = part else { continue };
-                writes.push((*device, *to, all.clone()));
-            }
-        }
-        Exchange::Broadcast { bytes, root, .. } => {
-            let source = parts.get(*root).ok_or_else(|| invalid(call, format!("there is no rank {root}")))?;
-            let at = |part: &Exchange| if let Exchange::Broadcast { at, .. } = part { *at } else { Address::NULL };
-            let all = read(source.0, at(&source.1), *bytes)?;
-            writes.extend(parts.iter().map(|(device, part)| (*device, at(part), all.clone())));
-        }
-        Exchange::Messages(_) => {
-            let messages = |rank: usize| if let Exchange::Messages(all) = &parts[rank].1 { &all[..] } else { &[] };
-            let count = |sends| (0..n).flat_map(messages).filter(|message| message.sends == sends).count();
-            if count(true) != count(false) {
-                let why = format!("{} messages are sent and {} received", count(true), count(false));
-                return Err(invalid(call, why));
-            }
-            for rank in 0..n {
-                for &Message { peer, at, bytes, .. } in messages(rank).iter().filter(|message| !message.sends) {
-                    let is_it = |other: &&Message| other.sends && other.peer == rank && other.bytes == bytes;
-                    let sent = if peer < n { messages(peer).iter().find(is_it) } else { None };
-                    let lacks = || invalid(call, format!("rank {peer} sends no {bytes} bytes to rank {rank}"));
-                    writes.push((parts[rank].0, at, read(parts[peer].0, sent.ok_or_else(lacks)?.at, bytes)?));
-                }
-            }
-        }
+    let inputs = || parts.iter().filter_map(|part| part.read.first().cloned()).collect::<Vec<_>>();
+    let messages = |rank: usize| match &parts[rank].exchange {
+        Exchange::Messages(all) => &all[..],
+        _ => &[],
+    };
+    let count = |sends| (0..n).flat_map(messages).filter(|message| message.sends == sends).count();
+    if count(true) != count(false) {
+        return Err(invalid(call, format!("{} messages are sent and {} received", count(true), count(false))));
     }
-    for (device, at, bytes) in writes {
-        if !bytes.is_empty() {
-            memory.write(device, at, bytes.len(), call)?.copy_from_slice(&bytes);
+    // What all ranks get, or get parts of.
+    let whole = match first {
+        Exchange::AllReduce { dtype, reduce, .. } | Exchange::ReduceScatter { dtype, reduce, .. } => {
+            reduced(&inputs(), *dtype, *reduce)
         }
-    }
-    Ok(())
+        Exchange::AllGather { .. } => inputs().concat(),
+        Exchange::Broadcast { root, .. } => {
+            let source = parts.get(*root).and_then(|part| part.read.first());
+            source.ok_or_else(|| invalid(call, format!("there is no rank {root}")))?.clone()
+        }
+        Exchange::Messages(_) => Vec::new(),
+    };
+    let of_rank = |rank: usize| match &parts[rank].exchange {
+        Exchange::AllReduce { to, .. } | Exchange::AllGather { to, .. } => Ok(vec![(*to, whole.clone())]),
+        Exchange::Broadcast { at, .. } => Ok(vec![(*at, whole.clone())]),
+        Exchange::ReduceScatter { to, count, dtype, .. } => {
+            let bytes = count * dtype.size();
+            Ok(vec![(*to, whole[rank * bytes..][..bytes].to_vec())])
+        }
+        Exchange::Messages(all) => {
+            let receive = |&Message { peer, at, bytes, .. }: &Message| {
+                let sent = if peer < n { messages(peer) } else { &[] };
+                let is_it = |other: &Message| other.peer == rank && other.bytes == bytes;
+                let found = sent.iter().filter(|message| message.sends).position(is_it);
+                let lacks = || invalid(call, format!("rank {peer} sends no {bytes} bytes to rank {rank}"));
+                Ok((at, parts[peer].read[found.ok_or_else(lacks)?].clone()))
+            };
+            all.iter().filter(|message| !message.sends).map(receive).collect()
+        }
+    };
+    (0..n).map(of_rank).collect()
 }
 
 /// The reduction of the inputs, in the order of a ring: each n-th of the elements begins at another rank.

@@ -5,6 +5,7 @@
 use super::memory::{HOST, Memory};
 use super::nccl::{Comms, crossed, run, stuck};
 use super::order::{Draws, Order};
+use super::processes::Processes;
 use crate::driver::{
     Address, Argument, DriverError, Event, Exchange, NcclComm, Operand, Product, Result, Stream, Work,
 };
@@ -48,6 +49,7 @@ struct Queue {
 pub(super) struct State {
     pub(super) memory: Memory,
     pub(super) comms: Comms,
+    pub(super) processes: Processes,
     kernels: Arc<Host>,
     /// Compiled files of variants, by name.
     variants: HashMap<&'static str, Host>,
@@ -76,6 +78,7 @@ impl State {
         Self {
             memory: Memory::new(devices),
             comms: Comms::default(),
+            processes: Processes::default(),
             kernels,
             variants: HashMap::new(),
             queues: Vec::new(),
@@ -183,7 +186,10 @@ impl State {
         let can = |queue: &Queue| match queue.work.front() {
             None => false,
             Some(Queued::Wait(event)) => !self.ahead.contains(event),
-            Some(Queued::Work(Work::Exchange { on, .. })) => self.comms.is_aborted(*on) || self.parts(*on).is_some(),
+            Some(Queued::Work(Work::Exchange { on, .. })) => {
+                let here = || self.comms.is_aborted(*on) || self.parts(*on).is_some();
+                self.processes.is_ready(*on).unwrap_or_else(here)
+            }
             Some(_) => true,
         };
         let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
@@ -218,6 +224,14 @@ impl State {
 
     /// Runs the collective that is next in the queue `chosen`, for all members; nothing if it was aborted.
     fn exchange(&mut self, chosen: usize, on: NcclComm) -> Result<()> {
+        if let Some(Queued::Work(Work::Exchange { exchange, .. })) = self.queues[chosen].work.front()
+            && let Some(done) = self.processes.advance(on, exchange, &mut self.memory)
+        {
+            if done? {
+                self.queues[chosen].work.pop_front();
+            }
+            return Ok(());
+        }
         if self.comms.is_aborted(on) {
             self.queues[chosen].work.pop_front();
             return Ok(());

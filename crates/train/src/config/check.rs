@@ -124,7 +124,7 @@ fn check_canonical(config: &Config, settings: &mut Settings) {
     let (reduction, by) = ("comm.reduction", config.comm.reduction);
     settings.require(&[reduction], by == ReductionName::Tree, || {
         let problem =
-            "MPI adds up in an order of its own, and training.numerics = \"canonical\" promises that of the tree";
+            "the library adds up in an order of its own, and training.numerics = \"canonical\" promises that of the tree";
         Fault::new(reduction, by.name(), problem, "use tree, or training.numerics = \"fast\"")
     });
     let (mesh, batch) = (&config.parallelism, config.training.global_batch_size);

@@ -527,13 +527,14 @@ sections! {
         /// changes no run.
         bandwidth: f64 = float(0.0), Double(NotNegative), Output, if WEIGHS;
         /// Where the ranks are. auto: in the processes that a launcher (mpirun, srun) has started, joined by MPI, and
-        /// without one threads of this process. threads: each process trains by itself. tcp: processes that torchrun,
-        /// or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, number, joined without MPI. docs/clusters.md says more.
+        /// without one threads of this process; on GPUs by torchrun too, joined over TCP. threads: each process trains
+        /// by itself. tcp: processes that torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, number, joined
+        /// without MPI. docs/clusters.md says more.
         kind: CommKind = is("auto"), Choice(CommKind::WORDS), Speed;
         /// Ranks of a process that is joined to others: consecutive ranks, as threads.
         ranks_per_process: usize = int(1), Count(1), Speed;
-        /// Who adds up f32 and f64 between processes. tree: meshwork, with the bits of threads. native: MPI, in an
-        /// order of its own, which canonical numerics refuse; docs/clusters.md says where it is faster.
+        /// Who adds up f32 and f64 between processes. tree: meshwork, with the bits of threads. native: MPI, or NCCL on
+        /// GPUs, in an order of its own, which canonical numerics refuse; docs/clusters.md says where it is faster.
         reduction: ReductionName = is("tree"), Choice(ReductionName::WORDS), Rounding;
         /// The MPI library, by path or name (libmpi.so.40); unset: the one that fits the launcher, else any that is
         /// found.

@@ -2,7 +2,7 @@
 
 use super::elastic::fit;
 use super::{environment, meets_over_tcp};
-use crate::config::{Config, Elastic};
+use crate::config::{Config, Device, Elastic, ReductionName};
 use crate::error::RankError;
 use crate::numbers::spans;
 use crate::peers::{Keepers, Peers};
@@ -63,9 +63,11 @@ impl Joined {
     fn runtime(config: &Config, launch: &Launch, stop: &AtomicBool) -> Result<Runtime, RankError> {
         let comm = &config.comm;
         let host = hash(gethostname::gethostname().as_encoded_bytes());
-        let (ranks_per_process, reduction) = (comm.ranks_per_process, comm.reduction.into());
+        // Between devices it is NCCL that adds up, if not the tree.
+        let on_host = if config.device == Device::Cpu { comm.reduction } else { ReductionName::Tree };
+        let (ranks_per_process, reduction) = (comm.ranks_per_process, on_host.into());
         let options = Options { timeout: comm.timeout(), ranks_per_process, reduction, host };
-        if meets_over_tcp(config) {
+        if meets_over_tcp(config, launch) {
             return Ok(Runtime::meet(Meeting::of(launch, &environment())?, options, stop)?);
         }
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;

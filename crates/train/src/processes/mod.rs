@@ -16,7 +16,7 @@ pub use join::world;
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
-use crate::config::{AXES, CommKind, Config, Elastic, Fault, ReductionName, Settings};
+use crate::config::{AXES, CommKind, Config, Device, Elastic, Fault, ReductionName, Settings};
 use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
 use meshwork_core::{RankEnd, RunError};
@@ -48,6 +48,7 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
     }
     if config.comm.reduction == ReductionName::Native {
         let by = match &config.comm.launch {
+            Some(_) if config.device != Device::Cpu => "NCCL adds up between processes, in an order of its own",
             Some(_) => "MPI adds up f32 and f64 between processes, in an order of its own",
             None => "it has no effect: all ranks are threads of this process, whose sums are those of the tree",
         };
@@ -62,14 +63,19 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
 
 /// The ranks that a launcher has started, where it says so; `None` of a process by itself.
 fn launched(config: &Config, environment: &Environment) -> Option<usize> {
-    let joins = |launch: &Launch| launch.launcher.joins_mpi() || meets_over_tcp(config);
+    let joins = |launch: &Launch| launch.launcher.joins_mpi() || meets_over_tcp(config, launch);
     let launch = detect(environment).ok()?.filter(joins)?;
     (config.comm.kind != CommKind::Threads).then_some(launch.size? * config.comm.ranks_per_process)
 }
 
-/// Whether processes are joined over TCP, and not by MPI.
-pub(crate) fn meets_over_tcp(config: &Config) -> bool {
-    config.comm.kind == CommKind::Tcp
+/// Whether processes are joined over TCP, and not by MPI. Between GPUs the elements go over NCCL, so that processes of
+/// a launcher without MPI are joined there unasked.
+pub(crate) fn meets_over_tcp(config: &Config, launch: &Launch) -> bool {
+    match config.comm.kind {
+        CommKind::Tcp => true,
+        CommKind::Auto => !launch.launcher.joins_mpi() && config.device != Device::Cpu,
+        CommKind::Mpi | CommKind::Threads => false,
+    }
 }
 
 /// How the processes of a run are to be joined: `None` for threads of this one. Notices for the user go to `notices`;
@@ -111,7 +117,7 @@ pub(crate) fn find(
         }
         (_, Ok(Some(launch))) => launch,
     };
-    if meets_over_tcp(config) {
+    if meets_over_tcp(config, &launch) {
         Meeting::of(&launch, environment).map_err(|error| fault(error.to_string(), alone))?;
     } else {
         let valid = format!("comm.kind = \"tcp\" joins them without it; {alone}");
@@ -254,6 +260,9 @@ mod tests {
         assert_eq!(found("--mesh dp=4 --set comm.kind=tcp", of_tcp), Ok((Some(1), Vec::new())));
         let of_torchrun = format!("{of_tcp} TORCHELASTIC_RUN_ID=7");
         assert_eq!(found("--mesh dp=4 --set comm.kind=tcp", &of_torchrun), Ok((Some(1), Vec::new())));
+        let on_gpus = "--mesh dp=4 --device cuda";
+        assert_eq!(found(on_gpus, &of_torchrun), Ok((Some(1), Vec::new())), "the elements go over NCCL");
+        assert_eq!(found(on_gpus, OF_FOUR), Ok((Some(1), Vec::new())), "MPI where it is: no MASTER_ADDR");
         let (none, told) = found("--mesh dp=4 --set comm.kind=threads", OF_FOUR).unwrap();
         assert_eq!((none, told.len()), (None, 1));
         assert!(told[0].starts_with("this process is rank 1 of 4 by mpiexec, and trains by itself"), "{told:?}");
@@ -281,6 +290,12 @@ mod tests {
                 "--mesh dp=4 --set comm.kind=tcp",
                 "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node-0 MASTER_PORT=many",
                 "comm.kind = tcp: rank 1 of 4 by RANK and WORLD_SIZE: MASTER_PORT is many, and no port; \
+                 comm.kind = \"threads\" lets each process train by itself",
+            ),
+            (
+                "--mesh dp=4 --device cuda",
+                "RANK=1 WORLD_SIZE=4",
+                "comm.kind = auto: rank 1 of 4 by RANK and WORLD_SIZE: MASTER_ADDR is not set: it says where rank 0 is; \
                  comm.kind = \"threads\" lets each process train by itself",
             ),
             (

@@ -11,7 +11,7 @@
 pub(crate) mod other_bits;
 
 use crate::config::{Config, Fault, parse_mesh};
-use crate::devices::Devices;
+use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::numbers::{count, size, spans};
 use crate::predict::predict_all;
@@ -188,20 +188,19 @@ pub struct Replay<'a> {
     devices: &'a Devices,
     /// The world of the run.
     world: Group,
-    /// This rank on the other mesh.
-    rank: Arc<Rank>,
+    /// The same ranks in the order of the other mesh.
+    other: Group,
 }
 
 impl<'a> Replay<'a> {
-    /// Joins the other mesh in `world`. Collective.
+    /// Joins the other ranks in `world`, of whose communicators each replay has its device make its own. Collective.
     ///
     /// # Errors
     /// A failed communication.
     pub fn join(replays: &'a Replays, devices: &'a Devices, world: Arc<dyn Communicator>) -> Result<Self, RankError> {
         let world = Group::from(world);
         let other = world.split("replay", &replays.members)?;
-        let rank = Arc::new(Rank::new(&replays.plan.mesh, other.communicator().clone())?);
-        Ok(Self { replays, devices, world, rank })
+        Ok(Self { replays, devices, world, other })
     }
 
     /// Runs the step that comes next on the other mesh. `batch` reads samples of its global batch. Collective, between
@@ -218,8 +217,9 @@ impl<'a> Replay<'a> {
         RankError: From<E>,
     {
         let (Self { replays, devices, world, .. }, begun) = (self, Instant::now());
-        let device = devices.rank(self.rank.world().communicator().clone())?.device;
-        let mut other = Trainer::new(replays.model.clone(), &replays.plan, self.rank.clone(), device.clone())?;
+        let RankDevice { device, world: of_other } = devices.rank(self.other.communicator().clone())?;
+        let rank = Arc::new(Rank::new(&replays.plan.mesh, of_other)?);
+        let mut other = Trainer::new(replays.model.clone(), &replays.plan, rank, device.clone())?;
         let mut outgoing = replays.there.outgoing(world.rank());
         let (step, updates) = outgoing.put_state(trainer)?;
         other.load_state(&outgoing.exchange(world)?.after(step, updates))?;

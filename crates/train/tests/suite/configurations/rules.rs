@@ -369,7 +369,7 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let whole = |count: usize, ranks: usize| ranks == 1 || divides(ranks, count) && (count / ranks).is_power_of_two();
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
-    rule(case.get("comm.reduction") == Some("native"), "MPI adds up in an order of its own");
+    rule(case.get("comm.reduction") == Some("native"), "the library adds up in an order of its own");
     rule(blocks > 4096, "more blocks than any tp has use for");
 }
 

@@ -1,0 +1,339 @@
+//! Emulated communicators of NCCL between processes of one host.
+//!
+//! ```text
+//! process 0 ── its collectives, with their bytes ──▶ hub ── the parts of all members ──▶ each process, which computes
+//! process 1 ──────────────────────────────────────▶ (a thread of the process that made the unique id)  its own result
+//! ```
+//! A unique id names the port of a hub, as NCCL's names a socket of rank 0. The hub hands the parts of a call to all
+//! members once each has come, and knows nothing else. A collective is sent when it is the next work of its stream, and
+//! the stream goes on when the parts of all are here: so members wait for each other as NCCL's kernels do. A circle of
+//! such waits is not found here, because no process sees the streams of another one.
+
+use super::Emulator;
+use super::memory::Memory;
+use super::nccl::{Part, results, sources};
+use crate::driver::{DriverError, Exchange, Nccl, NcclComm, Result, UniqueId};
+use meshwork_core::hash::{combine, hash};
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::process;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::SystemTime;
+
+/// The number of the first communicator between processes: others are those of one process.
+const FIRST: u64 = 1 << 32;
+
+/// The number of a communicator's first split among its calls.
+const SPLITS: u64 = 1 << 32;
+
+/// A call of a communicator, and a member: the communicator, the number of the call, the rank.
+type Key = (u64, u64, u64);
+
+/// The communicator, the number of the call, the rank and the size of the communicator; and bytes.
+type Sent = ([u64; 4], Vec<u8>);
+
+/// The ends of communicators in this process, and what the hubs have sent.
+#[derive(Debug, Default)]
+pub(super) struct Processes {
+    /// What goes to each hub, by its port: a thread writes it, because a hub may have to send before it reads on.
+    hubs: HashMap<u16, Sender<Sent>>,
+    ends: Vec<End>,
+    heard: HashMap<Key, Vec<Vec<u8>>>,
+    /// Hubs of which a process has gone.
+    lost: HashSet<u16>,
+}
+
+#[derive(Clone, Debug)]
+struct End {
+    hub: u16,
+    comm: u64,
+    rank: usize,
+    size: usize,
+    device: usize,
+    splits: u64,
+    exchanges: u64,
+    /// The exchange that was sent, and whose parts are not here yet.
+    flying: Option<u64>,
+    over: bool,
+}
+
+fn failed(call: &'static str, why: impl ToString) -> DriverError {
+    DriverError::Call { call, why: why.to_string() }
+}
+
+fn packed(call: &'static str, value: &impl serde::Serialize) -> Result<Vec<u8>> {
+    postcard::to_allocvec(value).map_err(|error| failed(call, error))
+}
+
+fn unpacked<T: serde::de::DeserializeOwned>(call: &'static str, bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| failed(call, error))
+}
+
+impl Processes {
+    fn at(on: NcclComm) -> Option<usize> {
+        usize::try_from(on.0.checked_sub(FIRST)?).ok()
+    }
+
+    fn end(&self, call: &'static str, on: NcclComm) -> Result<End> {
+        let end = Self::at(on).and_then(|at| self.ends.get(at)).filter(|end| !end.over);
+        end.cloned().ok_or_else(|| DriverError::Unknown { call, what: format!("{on:?}") })
+    }
+
+    fn end_mut(&mut self, on: NcclComm) -> Option<&mut End> {
+        self.ends.get_mut(Self::at(on)?)
+    }
+
+    fn enter(&mut self, end: End) -> NcclComm {
+        self.ends.push(end);
+        NcclComm(FIRST + self.ends.len() as u64 - 1)
+    }
+
+    /// Checks that a device may use an end; `None` of a communicator of one process.
+    pub(super) fn check(&self, call: &'static str, on: NcclComm, device: usize) -> Option<Result<()>> {
+        Self::at(on)?;
+        Some(self.end(call, on).and_then(|end| match end.device == device {
+            true => Ok(()),
+            false => Err(failed(call, format!("ncclInvalidUsage: {on:?} is of device {}", end.device))),
+        }))
+    }
+
+    /// Whether the collective that is next in a stream can begin or end; `None` of a communicator of one process.
+    pub(super) fn is_ready(&self, on: NcclComm) -> Option<bool> {
+        let end = self.ends.get(Self::at(on)?)?;
+        Some(end.over || end.flying.is_none_or(|number| self.heard.contains_key(&end.key(number))))
+    }
+
+    /// Sends the collective that is next in a stream; once the parts of all are here, writes its results. Whether it is
+    /// done; `None` of a communicator of one process.
+    pub(super) fn advance(&mut self, on: NcclComm, exchange: &Exchange, memory: &mut Memory) -> Option<Result<bool>> {
+        let end = self.ends.get(Self::at(on)?)?.clone();
+        Some(if end.over { Ok(true) } else { self.exchange(on, &end, exchange, memory) })
+    }
+
+    fn exchange(&mut self, on: NcclComm, end: &End, exchange: &Exchange, memory: &mut Memory) -> Result<bool> {
+        let call = exchange.name();
+        let Some(number) = end.flying else {
+            let read = sources(exchange, end.rank, end.size).into_iter();
+            let read = read.map(|(at, bytes)| Ok(memory.read(end.device, at, bytes, call)?.to_vec()));
+            let part = Part { exchange: exchange.clone(), read: read.collect::<Result<_>>()? };
+            self.send(call, end, end.exchanges, packed(call, &part)?)?;
+            if let Some(end) = self.end_mut(on) {
+                end.flying = Some(end.exchanges);
+                end.exchanges += 1;
+            }
+            return Ok(false);
+        };
+        let parts = self.heard.remove(&end.key(number)).unwrap_or_default();
+        if let Some(end) = self.end_mut(on) {
+            end.flying = None;
+        }
+        let parts = parts.iter().map(|part| unpacked(call, part)).collect::<Result<Vec<Part>>>()?;
+        for (at, bytes) in results(&parts)?.swap_remove(end.rank) {
+            memory.write(end.device, at, bytes.len(), call)?.copy_from_slice(&bytes);
+        }
+        Ok(true)
+    }
+
+    fn send(&self, call: &'static str, end: &End, number: u64, bytes: Vec<u8>) -> Result<()> {
+        let (comm, number, rank) = end.key(number);
+        let sent = self.hubs.get(&end.hub).map(|hub| hub.send(([comm, number, rank, end.size as u64], bytes)));
+        match sent {
+            Some(Ok(())) => Ok(()),
+            _ => Err(failed(call, "ncclRemoteError: the process that made the unique id has gone")),
+        }
+    }
+}
+
+impl End {
+    fn key(&self, number: u64) -> Key {
+        (self.comm, number, self.rank as u64)
+    }
+}
+
+/// The communicators of a device whose peers are in other processes.
+#[derive(Debug)]
+pub(super) struct Between(pub(super) Emulator);
+
+impl Between {
+    /// Sends something to all members of a communicator, and waits for theirs.
+    fn gather(&self, call: &'static str, end: &End, number: u64, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        self.0.lock().processes.send(call, end, number, bytes)?;
+        let key = end.key(number);
+        let mut state = self.0.wait_until(call, |state| match state.processes.heard.contains_key(&key) {
+            false if state.processes.lost.contains(&end.hub) => {
+                Err(failed(call, "ncclRemoteError: a process of the communicator has gone"))
+            }
+            is_here => Ok(is_here),
+        })?;
+        Ok(state.processes.heard.remove(&key).unwrap_or_default())
+    }
+
+    /// Connects to a hub, and hears what it sends.
+    fn connect(&self, call: &'static str, port: u16) -> Result<()> {
+        if self.0.lock().processes.hubs.contains_key(&port) {
+            return Ok(());
+        }
+        let fail = |error: io::Error| failed(call, format!("ncclSystemError: {error}"));
+        let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).map_err(fail)?;
+        stream.set_nodelay(true).map_err(fail)?;
+        let (mut from, mut to) = (stream.try_clone().map_err(fail)?, stream);
+        let (sender, sent) = mpsc::channel::<Sent>();
+        self.0.lock().processes.hubs.insert(port, sender);
+        // It ends with the machine.
+        let tell = move || {
+            let told = sent.iter().try_for_each(|(head, bytes)| send(&mut to, head, &bytes));
+            _ = told.and_then(|()| to.shutdown(Shutdown::Both));
+        };
+        thread::Builder::new().name("emulated nccl".to_owned()).spawn(tell).map_err(fail)?;
+        let machine = Arc::downgrade(&self.0.machine);
+        let hear = move || {
+            loop {
+                let heard = receive(&mut from);
+                let Some(machine) = machine.upgrade() else { return };
+                let mut state = machine.state.lock().unwrap_or_else(PoisonError::into_inner);
+                let over = heard.is_err();
+                match heard
+                    .and_then(|(head, bytes)| Ok((head, postcard::from_bytes(&bytes).map_err(io::Error::other)?)))
+                {
+                    Ok(([comm, number, rank, _], parts)) => {
+                        _ = state.processes.heard.insert((comm, number, rank), parts)
+                    }
+                    Err(_) => _ = state.processes.lost.insert(port),
+                }
+                drop(state);
+                machine.queued.notify_all();
+                if over {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("emulated nccl".to_owned()).spawn(hear).map_err(fail).map(drop)
+    }
+}
+
+impl Nccl for Between {
+    fn unique_id(&self) -> Result<UniqueId> {
+        let call = "ncclGetUniqueId";
+        let fail = |error: io::Error| failed(call, format!("ncclSystemError: {error}"));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(fail)?;
+        let port = listener.local_addr().map_err(fail)?.port();
+        let hub = move || relay(&listener);
+        thread::Builder::new().name("emulated nccl".to_owned()).spawn(hub).map_err(fail)?;
+        let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
+        let mut id = [0; UniqueId::BYTES];
+        id[..2].copy_from_slice(&port.to_le_bytes());
+        id[8..16].copy_from_slice(&combine(u64::from(process::id()), moment).to_le_bytes());
+        Ok(UniqueId(id))
+    }
+
+    fn join(&self, id: &UniqueId, rank: usize, size: usize) -> Result<NcclComm> {
+        let call = "ncclCommInitRankConfig";
+        let (hub, device) = (u16::from_le_bytes([id.0[0], id.0[1]]), self.0.ordinal());
+        self.connect(call, hub)?;
+        let comm = hash(&id.0);
+        let end = End { hub, comm, rank, size, device, splits: 0, exchanges: 0, flying: None, over: false };
+        let devices = self.gather(call, &end, SPLITS - 1, packed(call, &device)?)?;
+        let devices = devices.iter().map(|bytes| unpacked(call, bytes)).collect::<Result<Vec<usize>>>()?;
+        if let Some(other) = (0..size).find(|&other| other != rank && devices.get(other) == Some(&device)) {
+            let why = format!("Duplicate GPU detected: rank {rank} and rank {other} both on device {device}");
+            return Err(failed(call, format!("ncclInvalidUsage: {why}")));
+        }
+        Ok(self.0.lock().processes.enter(end))
+    }
+
+    fn split(&self, of: NcclComm, color: Option<usize>, key: usize) -> Result<Option<NcclComm>> {
+        let call = "ncclCommSplit";
+        let parent = self.0.lock().processes.end(call, of)?;
+        let number = SPLITS + parent.splits;
+        if let Some(end) = self.0.lock().processes.end_mut(of) {
+            end.splits += 1;
+        }
+        let all = self.gather(call, &parent, number, packed(call, &(color, key))?)?;
+        let Some(color) = color else { return Ok(None) };
+        let all = all.iter().map(|bytes| unpacked(call, bytes)).collect::<Result<Vec<(Option<usize>, usize)>>>()?;
+        let mut keys: Vec<usize> = all.iter().filter(|(of, _)| *of == Some(color)).map(|(_, key)| *key).collect();
+        keys.sort_unstable();
+        let (rank, size) = (keys.iter().position(|other| *other == key).unwrap_or(0), keys.len());
+        let comm = combine(combine(parent.comm, number), color as u64);
+        let end = End { comm, rank, size, splits: 0, exchanges: 0, flying: None, ..parent };
+        Ok(Some(self.0.lock().processes.enter(end)))
+    }
+
+    fn leave(&self, of: NcclComm) -> Result<()> {
+        let mut state = self.0.wait_until("ncclCommFinalize", |state| state.finish_comm(of))?;
+        state.processes.end("ncclCommFinalize", of)?;
+        state.processes.end_mut(of).into_iter().for_each(|end| end.over = true);
+        Ok(())
+    }
+
+    fn abort(&self, of: NcclComm) -> Result<()> {
+        let mut state = self.0.lock();
+        state.processes.end("ncclCommAbort", of)?;
+        state.processes.end_mut(of).into_iter().for_each(|end| end.over = true);
+        drop(state);
+        self.0.machine.queued.notify_all();
+        Ok(())
+    }
+}
+
+/// What members of a call have sent: to whom the others' parts go, and the parts by rank.
+type Calls = HashMap<(u64, u64), Vec<Option<(usize, Vec<u8>)>>>;
+
+/// The hub: takes the parts of calls, and sends those of all members to each. It ends with its last connection.
+fn relay(listener: &TcpListener) {
+    let shared: Arc<Mutex<(Vec<TcpStream>, Calls)>> = Arc::default();
+    while let Ok((mut from, _)) = listener.accept() {
+        let shared = shared.clone();
+        let Ok(to) = from.try_clone() else { continue };
+        let number = {
+            let (streams, _) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
+            streams.push(to);
+            streams.len() - 1
+        };
+        let hear = move || {
+            while let Ok((head, bytes)) = receive(&mut from) {
+                let (streams, calls) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
+                take(streams, calls, number, head, bytes);
+            }
+            // The others hear that it has gone.
+            let (streams, _) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
+            streams.iter().for_each(|stream| _ = stream.shutdown(Shutdown::Both));
+        };
+        _ = thread::Builder::new().name("emulated nccl".to_owned()).spawn(hear);
+    }
+}
+
+/// Takes a member's part in a call, and sends all parts once they are here.
+fn take(streams: &mut [TcpStream], calls: &mut Calls, by: usize, head: [u64; 4], bytes: Vec<u8>) {
+    let [comm, number, rank, size] = head;
+    let parts = calls.entry((comm, number)).or_insert_with(|| vec![None; size as usize]);
+    if let Some(part) = parts.get_mut(rank as usize) {
+        *part = Some((by, bytes));
+    }
+    if parts.iter().any(Option::is_none) {
+        return;
+    }
+    let (to, parts): (Vec<usize>, Vec<Vec<u8>>) = calls.remove(&(comm, number)).into_iter().flatten().flatten().unzip();
+    let Ok(all) = postcard::to_allocvec(&parts) else { return };
+    for (rank, to) in to.into_iter().enumerate() {
+        _ = send(&mut streams[to], [comm, number, rank as u64, size], &all); // one that has gone needs none
+    }
+}
+
+fn send(to: &mut TcpStream, head: [u64; 4], bytes: &[u8]) -> io::Result<()> {
+    let head: Vec<u8> = head.into_iter().chain([bytes.len() as u64]).flat_map(u64::to_le_bytes).collect();
+    to.write_all(&head)?;
+    to.write_all(bytes)
+}
+
+fn receive(from: &mut TcpStream) -> io::Result<Sent> {
+    let mut words = [[0; 8]; 5];
+    from.read_exact(words.as_flattened_mut())?;
+    let [comm, number, rank, size, bytes] = words.map(u64::from_le_bytes);
+    let mut body = vec![0; bytes as usize];
+    from.read_exact(&mut body)?;
+    Ok(([comm, number, rank, size], body))
+}
