@@ -3,6 +3,7 @@
 
     benches/compare.py                        # every row of rows.toml: about two hours on two cores
     benches/compare.py --only small tiny      # rows whose group or name has one of these in it
+    benches/compare.py --instructions avx2    # both sides without AVX-512, on a CPU that has it; results have avx2 in their name
     benches/compare.py --list
     benches/compare.py --quick                # few steps, one turn: whether it works, not how fast it is
     benches/compare.py --self-test            # ours alone, tiny, once, into a temporary folder: for .ci/run
@@ -198,6 +199,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="show the rows and what they run")
     parser.add_argument("--quick", action="store_true", help="few steps, one turn; results to target/benches")
     parser.add_argument("--alternations", type=int, help="turns of each side")
+    parser.add_argument("--instructions", metavar="NAME", help="both sides with these alone: a table of rows.toml, such as avx2")
     parser.add_argument("--no-peer", action="store_true", help="our figures alone")
     parser.add_argument("--results", type=Path, help="folder for the results")
     parser.add_argument("--self-test", action="store_true")
@@ -209,6 +211,9 @@ def main():
     rows = [row for row in rows if any(word in f"{row['group']}: {row['name']}" for word in args.only)]
     if not rows:
         sys.exit(f"no row has any of {args.only} in its group or name; see --list")
+    limits = settings["instructions"]
+    if args.instructions and args.instructions not in limits:
+        sys.exit(f"--instructions {args.instructions}: rows.toml has {', '.join(limits)}")
     if args.list:
         for row in rows:
             print(f"{row['group']}: {row['name']}  {row['targets']}")
@@ -224,11 +229,13 @@ def main():
         except programs.Failed as failed:
             say(f"note: our figures alone: {failed}")
     folder = args.results or (machine.ROOT / ("target/benches" if args.quick else "benches/results"))
-    path = folder / f"{datetime.date.today()}-{machine.slug(machine.hardware(cores))}"
+    limited = f"-{args.instructions}" if args.instructions else ""
+    path = folder / f"{datetime.date.today()}-{machine.slug(machine.hardware(cores))}{limited}"
     alternations = args.alternations or (1 if args.quick else settings["alternations"])
     rows = [shortened(row) for row in rows] if args.quick else rows
     try:
-        found = compare(rows, programs.Programs(settings["threads"], python), alternations, path, cores)
+        makers = programs.Programs(settings["threads"], python, environment=limits.get(args.instructions))
+        found = compare(rows, makers, alternations, path, cores)
     except KeyboardInterrupt:
         say(f"\nstopped; the rows that were finished are in {path}.md")
         return 130

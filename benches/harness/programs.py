@@ -81,10 +81,13 @@ def is_peer(text):
 
 
 class Programs:
-    """Makes commands; builds what they need when they first do. `python` runs the peers, None if there is none."""
+    """Makes commands; builds what they need when they first do. `python` runs the peers, None if there is none.
 
-    def __init__(self, threads, python=None, folder=ROOT / "target" / "benches"):
-        self.threads, self.python, self.folder = threads, python, folder
+    `environment` is of every command, ours and the peers'.
+    """
+
+    def __init__(self, threads, python=None, folder=ROOT / "target" / "benches", environment=None):
+        self.threads, self.python, self.folder, self.environment = threads, python, folder, environment or {}
         self.built = {}
 
     def command(self, text, size=None, environment=None, threads=None):
@@ -98,13 +101,13 @@ class Programs:
         if is_peer(text):
             ranks = 1 if name in ONE_PROCESS else cores  # of a mesh, each has one thread
             threads = str(cores // ranks)
-            command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {})}
+            command.environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(environment or {}), **self.environment}
             command.argv = [self.python, PEERS / name, *args]
             if size:
                 work = {key: size[key] for key in [*MODEL_KEYS, "batch"]}
                 command.argv += ["--work", json.dumps(work | {"steps": steps, "tokens": str(self.data(size))})]
             return command
-        command.environment = {"MESHWORK_THREADS": str(cores)}
+        command.environment = {"MESHWORK_THREADS": str(cores), **self.environment}
         command.argv = [self.build(name), *(["--bench"] if OURS[name][0] == "bench" else []), *args]
         if size:
             sets = {f"model.{key}": size[key] for key in MODEL_KEYS} | {"training.global_batch_size": size["batch"]}

@@ -23,7 +23,7 @@ XLA_FLAGS = "--xla_disable_hlo_passes=cse_barrier_expander"
 
 def device_mesh(dp, tp):
     """A mesh of devices, which are threads. To be called before JAX is used."""
-    os.environ["XLA_FLAGS"] = XLA_FLAGS
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", dp * tp)
     return Mesh(np.array(jax.devices()).reshape(dp, tp), ("dp", "tp"))

@@ -1,9 +1,10 @@
 //! GFLOP/s of the products of a training step, per preset, layer, pass and precision.
 //!
 //! Run with `cargo bench -p meshwork-cpu --bench gemm [-- WORD..]`, for the products with every word in their names,
-//! such as `small dw f32`. `MESHWORK_SIMD=avx2` measures the products of narrower vectors. Three columns, median and
-//! best of each, and the share of the peak in f32: the best run over the best run of a loop of fused multiply-adds in
-//! registers, on as many threads, one after each product.
+//! such as `small dw f32`: the layers of presets, and squares of 128 to 4,096. In `y` B is transposed, in `dw` A.
+//! `benches/engine.py` makes a table of all of them. `MESHWORK_SIMD=avx2` measures the products of narrower vectors.
+//! Three columns, median and best of each, and the share of the peak in f32: the best run over the best run of a loop
+//! of fused multiply-adds in registers, on as many threads, one after each product.
 //!
 //! - `alone`: one thread, always with the same operands, which are in the caches as far as they fit;
 //! - `shared`: the same by all threads (`MESHWORK_THREADS` or the cores);
@@ -16,7 +17,8 @@
 //!
 //! A product is timed with its packing and the operations that follow it in a step. With `--json` there is a line for
 //! each with the median of `shared`, of the product alone and not accumulating, which `benches/compare.py` compares
-//! with a peer's. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
+//! with a peer's. With `--once` every product runs once, in its size, on one thread: for tools that count, such as
+//! `valgrind --tool=callgrind`. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
 
 use bytemuck::Pod;
 use meshwork_core::simd::{Level, level, wide};
@@ -28,8 +30,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
-/// reads its weight at twice as many bytes per second as it has operations.
-const PRESETS: [(&str, usize, usize, usize); 7] = [
+/// reads its weight at twice as many bytes per second as it has operations. `square..` has the projection alone, whose
+/// extents are all the same.
+const PRESETS: [(&str, usize, usize, usize); 13] = [
     ("token", 1, 768, 50_257),
     ("tokens4", 4, 768, 50_257),
     ("tokens16", 16, 768, 50_257),
@@ -37,6 +40,12 @@ const PRESETS: [(&str, usize, usize, usize); 7] = [
     ("small", 3072, 384, 256),
     ("medium", 2048, 512, 50_257),
     ("gpt2", 2048, 768, 50_304),
+    ("square128", 128, 128, 0),
+    ("square256", 256, 256, 0),
+    ("square512", 512, 512, 0),
+    ("square1024", 1024, 1024, 0),
+    ("square2048", 2048, 2048, 0),
+    ("square4096", 4096, 4096, 0),
 ];
 
 /// Layer, its outputs and inputs in units of (hidden size, vocabulary), and the operation that follows it. The gated
@@ -83,7 +92,8 @@ fn main() {
             for (pass, dims) in passes {
                 for (precision, in_words) in [(Precision::F32, "f32"), (Precision::Bf16, "bf16")] {
                     let name = format!("{preset} {layer} {pass} {in_words}");
-                    if !asked(&name) || json && (pass == "dw+" || layer == "gated") {
+                    let in_preset = tokens != hidden || layer == "projection";
+                    if !in_preset || !asked(&name) || json && (pass == "dw+" || layer == "gated") {
                         continue;
                     }
                     let dims = if full || once { dims } else { dims.map(|dim| dim.min(40)) };

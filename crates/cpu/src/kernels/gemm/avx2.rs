@@ -7,7 +7,7 @@
 //! word (two loads, 6 elements, 12 multiplications): strides that are constants are no instructions, and a loop of two
 //! words has half as many steps. A word takes 24.5 instructions with packed operands, 26.5 with rows of A and 30 else.
 
-use super::{Elements, Micro, Strip, Tile};
+use super::{Elements, Micro, Strip, Tile, round_vectors};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -42,6 +42,17 @@ impl Micro for Avx2 {
                 Elements::Full(_) => pack(strip, to, step),
                 Elements::Rounded(from) => widen(strip, from, to, step),
             }
+        }
+    }
+
+    unsafe fn pack_rounded(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on; then only the vectors just packed.
+        unsafe {
+            if strip.apart == 1 {
+                return round_columns(strip, to, step);
+            }
+            Self::pack(strip, to, step);
+            round_vectors(strip.k, to, step, LANES);
         }
     }
 }
@@ -226,10 +237,7 @@ unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
     if apart == 1 {
         for l in 0..k {
             // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
-            unsafe {
-                let wide = _mm256_cvtepu16_epi32(first_halves(from.add(l * along), lanes));
-                _mm256_storeu_ps(to.add(l * step), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)));
-            }
+            unsafe { _mm256_storeu_ps(to.add(l * step), widened(from.add(l * along), lanes)) };
         }
     } else if along == 1 {
         for l in (0..k).step_by(4) {
@@ -249,6 +257,52 @@ unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe { strip.gather::<LANES>(to, step) }
     }
+}
+
+/// [`Micro::pack_rounded`] for contiguous lanes.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn round_columns(strip: Strip, to: *mut f32, step: usize) {
+    let Strip { from, lanes, k, along, .. } = strip;
+    let mask = first_lanes(lanes);
+    for l in 0..k {
+        // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
+        unsafe {
+            let x = match from.from(l * along) {
+                Elements::Full(from) => load(lanes < LANES, mask, from),
+                Elements::Rounded(from) => widened(from, lanes),
+            };
+            _mm256_storeu_ps(to.add(l * step), rounded(x));
+        }
+    }
+}
+
+/// [`rounded`](super::rounded) of each element.
+#[target_feature(enable = "avx2,fma")]
+fn rounded(x: __m256) -> __m256 {
+    let (bits, all) = (_mm256_castps_si256(x), _mm256_set1_epi32);
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), all(1));
+    let half = _mm256_andnot_si256(nan, _mm256_add_epi32(odd, all(0x7fff)));
+    let upper = _mm256_and_si256(_mm256_add_epi32(bits, half), all(!0xffff));
+    let quiet = _mm256_or_si256(upper, _mm256_and_si256(nan, all(0x0040_0000)));
+    let small = _mm256_cmpeq_epi32(_mm256_and_si256(bits, all(0x7f80_0000)), _mm256_setzero_si256());
+    // All bits but the sign.
+    let hidden = _mm256_srli_epi32::<1>(small);
+    _mm256_castsi256_ps(_mm256_andnot_si256(hidden, quiet))
+}
+
+/// `len` elements of 16 bits as `f32`, at least one and at most 8, then zeros.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn widened(from: *const bf16, len: usize) -> __m256 {
+    // SAFETY: the caller's promise.
+    let wide = _mm256_cvtepu16_epi32(unsafe { first_halves(from, len) });
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
 }
 
 /// `len` elements of 16 bits, at least one and at most 8, then zeros.

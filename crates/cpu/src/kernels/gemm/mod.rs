@@ -444,6 +444,18 @@ pub(super) trait Micro {
     /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize);
 
+    /// [`pack`](Self::pack), each element [`rounded`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn pack_rounded(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on; then only the vectors just packed.
+        unsafe {
+            Self::pack(strip, to, step);
+            round_vectors(strip.k, to, step, Self::LANES);
+        }
+    }
+
     /// Packs a panel of A whose rows are contiguous. Returns the (row, step) strides of its words.
     ///
     /// # Safety
@@ -481,13 +493,7 @@ impl<M: Micro> Micro for Rounded<M> {
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { M::pack(strip, to, step) };
-        // Only the vectors just packed. Already rounded elements need this for subnormals.
-        wide!(for l in 0..strip.k {
-            // SAFETY: vector l, just written.
-            let vector = unsafe { std::slice::from_raw_parts_mut(to.add(l * step), M::LANES) };
-            vector.iter_mut().for_each(|x| *x = rounded(*x));
-        });
+        unsafe { M::pack_rounded(strip, to, step) }
     }
 
     unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
@@ -508,6 +514,19 @@ impl<M: Micro> Micro for Rounded<M> {
         }
         (k, 1)
     }
+}
+
+/// Replaces the elements of `k` vectors of `lanes` words, `step` words apart, by [`rounded`] ones. Elements that were
+/// stored rounded need it too, because they may be subnormal.
+///
+/// # Safety
+/// The vectors are initialised, and nobody else uses them.
+unsafe fn round_vectors(k: usize, to: *mut f32, step: usize, lanes: usize) {
+    wide!(for l in 0..k {
+        // SAFETY: vector l, by the caller's promise.
+        let vector = unsafe { std::slice::from_raw_parts_mut(to.add(l * step), lanes) };
+        vector.iter_mut().for_each(|x| *x = rounded(*x));
+    });
 }
 
 /// Writes the elements of a row, widened by `f`, as [`rounded`].
