@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from harness import machine
@@ -113,8 +114,8 @@ def measured(folder, preset, mesh, keys):
 
 
 def summary(rows):
-    off = sorted(abs(own / real - 1) for _, own, real in rows)
-    best = min(real for *_, real in rows)
+    off = sorted(abs(own / real - 1) for _, own, real, _ in rows)
+    best = min(real for *_, real, _ in rows)
     chosen = min(rows, key=lambda row: row[1])
     return (
         f"Of {len(rows)} meshes {sum(value <= 0.1 for value in off)} are predicted within 10% of the measured time; the error is "
@@ -131,9 +132,12 @@ def report(rows, told, hardware):
         "",
         summary(rows),
         "",
-        "| mesh | predicted | measured | off |",
-        "|---|---|---|---|",
-        *(f"| {name} | {own:.3f} s | {real:.3f} s | {100 * (own / real - 1):+.1f}% |" for name, own, real in rows),
+        "| mesh | predicted | measured | off | fastest step | slowest step |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {own:.3f} s | {real:.3f} s | {100 * (own / real - 1):+.1f}% | {ends[0]:.3f} s | {ends[1]:.3f} s |"
+            for name, own, real, ends in rows
+        ),
         "",
         "The machine, as `plan --measure` found it:",
         "",
@@ -161,7 +165,7 @@ def main():
         for at, (mesh, keys) in enumerate(meshes):
             print(f"turn {turn + 1}/{turns}: {words(mesh, keys)}", file=sys.stderr, flush=True)
             times[at] += measured(folder, preset, mesh, keys)
-    rows = [(words(mesh, keys), own[at], statistics.median(times[at])) for at, (mesh, keys) in enumerate(meshes)]
+    rows = [(words(mesh, keys), own[at], statistics.median(times[at]), (min(times[at]), max(times[at]))) for at, (mesh, keys) in enumerate(meshes)]
     facts = machine.hardware(os.cpu_count())
     hardware = f"{facts['cpu']}, {facts['cores']} cores"
     text = report(rows, told, hardware)
@@ -173,6 +177,7 @@ def main():
         page = DOCS.read_text(encoding="utf-8")
         before, rest = page.split(BEGIN)
         named = f"{summary(rows)} ({hardware}; [all meshes](../{path.relative_to(ROOT)}))"
+        named = textwrap.fill(named, 120, break_long_words=False, break_on_hyphens=False)
         DOCS.write_text(f"{before}{BEGIN}{named}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
