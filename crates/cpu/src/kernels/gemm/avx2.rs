@@ -267,14 +267,19 @@ unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
 unsafe fn round_columns(strip: Strip, to: *mut f32, step: usize) {
     let Strip { from, lanes, k, along, .. } = strip;
     let mask = first_lanes(lanes);
-    for l in 0..k {
-        // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
-        unsafe {
-            let x = match from.from(l * along) {
-                Elements::Full(from) => load(lanes < LANES, mask, from),
-                Elements::Rounded(from) => widened(from, lanes),
-            };
-            _mm256_storeu_ps(to.add(l * step), rounded(x));
+    // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
+    unsafe {
+        match from {
+            Elements::Full(from) => {
+                for l in 0..k {
+                    _mm256_storeu_ps(to.add(l * step), rounded(load(lanes < LANES, mask, from.add(l * along))));
+                }
+            }
+            Elements::Rounded(from) => {
+                for l in 0..k {
+                    _mm256_storeu_ps(to.add(l * step), rounded(widened(from.add(l * along), lanes)));
+                }
+            }
         }
     }
 }
