@@ -282,7 +282,7 @@ impl Nccl for Between {
 /// What members of a call have sent: to whom the others' parts go, and the parts by rank.
 type Calls = HashMap<(u64, u64), Vec<Option<(usize, Vec<u8>)>>>;
 
-/// The hub: takes the parts of calls, and sends those of all members to each. It ends with its last connection.
+/// The hub: takes the parts of calls, and sends the parts of all members to each. It ends with its process.
 fn relay(listener: &TcpListener) {
     let shared: Arc<Mutex<(Vec<TcpStream>, Calls)>> = Arc::default();
     while let Ok((mut from, _)) = listener.accept() {

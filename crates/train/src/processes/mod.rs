@@ -172,13 +172,13 @@ pub fn require_alone(program: &str) -> Result<(), Fault> {
 
 fn require_alone_in(program: &str, environment: &Environment) -> Result<(), Fault> {
     let problem = match detect(environment) {
-        Ok(Some(launch)) if launch.launcher.joins_mpi() && launch.has_others() => {
+        Ok(Some(launch)) if launch.has_others() => {
             format!("runs in one process, and this one is {}", launch.place())
         }
         Err(error @ LaunchError::Contradiction { .. }) => error.to_string(),
         _ => return Ok(()),
     };
-    Err(Fault::new(program, "", problem, "start it without mpirun or srun"))
+    Err(Fault::new(program, "", problem, "start it by itself, without a launcher"))
 }
 
 /// Whether a run failed because its processes cannot meet, by the library or the launch: as with bad input, another
@@ -348,7 +348,13 @@ mod tests {
         assert_eq!(of("PMI_RANK=0 PMI_SIZE=1"), Ok(()));
         assert_eq!(
             of(OF_FOUR).unwrap_err().to_string(),
-            "mesh_diff: runs in one process, and this one is rank 1 of 4 by mpiexec; start it without mpirun or srun"
+            "mesh_diff: runs in one process, and this one is rank 1 of 4 by mpiexec; start it by itself, without a launcher"
         );
+        let of_torchrun = "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node-0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=7";
+        assert_eq!(
+            of(of_torchrun).unwrap_err().to_string(),
+            "mesh_diff: runs in one process, and this one is rank 1 of 4 by torchrun; start it by itself, without a launcher"
+        );
+        assert_eq!(of("RANK=0 WORLD_SIZE=1 MASTER_ADDR=node-0 MASTER_PORT=29500"), Ok(()));
     }
 }
