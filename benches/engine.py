@@ -4,7 +4,7 @@
     benches/engine.py                        # all of it on one thread and on two: about 20 minutes
     benches/engine.py --instructions avx2    # on a CPU that has AVX-512 too
     benches/engine.py --only small f32       # products and presets with all of these words
-    benches/engine.py --self-test            # two products and the profile of a tiny model: for .ci/run
+    benches/engine.py --self-test            # four products and the profile of a tiny model: for .ci/nightly
 
 Writes benches/results/DATE-HARDWARE-engine.md. The peak is a loop of fused multiply-adds in registers, run after each product;
 the share is the best product over the best loop. Attention's share is its rate over a product's, timed in turn. A profile is

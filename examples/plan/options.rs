@@ -11,7 +11,7 @@ pub struct Options {
     #[arg(long, value_name = "FILE|NAME", conflicts_with_all = ["table", "errors", "fit", "goodput"],
           required_unless_present_any = ["table", "errors", "fit", "goodput", "measure"])]
     pub cluster: Option<String>,
-    /// Measure this machine for about ten seconds, and write it as a cluster to FILE: each core is a card
+    /// Measure this machine for a few seconds, and write it as a cluster to FILE: each core is a card
     #[arg(long, value_name = "FILE", conflicts_with_all = ["cluster", "table", "errors", "fit", "goodput"])]
     pub measure: Option<PathBuf>,
     /// Predict one configuration on the cluster, given by --set, instead of a search

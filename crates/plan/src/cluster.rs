@@ -2,7 +2,7 @@
 
 use crate::error::{PlanError, named};
 use crate::system::Constants;
-use meshwork_train::config::CARDS;
+use meshwork_train::config::{CARDS, choose_from};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -172,9 +172,10 @@ impl Cluster {
     /// assert_eq!(
     ///     Cluster::from_toml("mine.toml", text).unwrap_err().to_string(),
     ///     "mine.toml: card \"b100\" is not known, and its memory is not given; \
-    ///      the nearest known are a100 and h100; for another card give memory, bandwidth, bf16, f32 and units in \
-    ///      [card], and inside, between and host in [links]: `scripts/gpu-check.sh speed` measures \
-    ///      products and bandwidth of a card"
+    ///      the nearest is a100; use one of a100, h100, h100-96, h200; \
+    ///      for another card give memory, bandwidth, bf16, f32 and units in [card], and inside, \
+    ///      between and host in [links]: `scripts/gpu-check.sh speed` measures products and bandwidth \
+    ///      of a card"
     /// );
     /// # Ok::<(), meshwork_plan::PlanError>(())
     /// ```
@@ -195,10 +196,10 @@ impl Cluster {
                 refuse(
                     format!("card {:?} is not known, and its {what} is not given", card.name),
                     &format!(
-                        "the nearest known are {}; for another card give memory, bandwidth, bf16, f32 and units in \
-                         [card], and inside, between and host in [links]: `scripts/gpu-check.sh speed` measures \
-                         products and bandwidth of a card",
-                        nearest(&card.name, &names).join(" and ")
+                        "{}; for another card give memory, bandwidth, bf16, f32 and units in [card], and inside, \
+                         between and host in [links]: `scripts/gpu-check.sh speed` measures products and bandwidth \
+                         of a card",
+                        choose_from(&card.name, &names)
                     ),
                 )
             })?;
@@ -351,25 +352,4 @@ impl Cluster {
             }
         }
     }
-}
-
-/// The two names that are the fewest edits away.
-fn nearest<'a>(name: &str, known: &[&'a str]) -> Vec<&'a str> {
-    let edits = |other: &str| {
-        let mut row: Vec<usize> = (0..=other.len()).collect();
-        for (at, own) in name.bytes().enumerate() {
-            let mut before = row[0];
-            row[0] = at + 1;
-            for (to, letter) in other.bytes().enumerate() {
-                let replaced = before + usize::from(own != letter);
-                before = row[to + 1];
-                row[to + 1] = replaced.min(before + 1).min(row[to] + 1);
-            }
-        }
-        row[other.len()]
-    };
-    let mut names = known.to_vec();
-    names.sort_by_key(|other| edits(other));
-    names.truncate(2);
-    names
 }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! All cores are busy at once, so that cores which are two threads of one, or share a cache or a limit of power, are
-//! measured as a run finds them. It takes about ten seconds, on a machine that does nothing else.
+//! measured as a run finds them. It takes a few seconds, on a machine that does nothing else.
 
 use crate::cluster::{Card, Cluster, Cores};
 use crate::error::PlanError;

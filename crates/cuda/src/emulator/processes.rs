@@ -42,7 +42,7 @@ pub(super) struct Processes {
     hubs: HashMap<u16, Sender<Sent>>,
     ends: Vec<End>,
     heard: HashMap<Key, Vec<Vec<u8>>>,
-    /// Hubs of which a process has gone.
+    /// Hubs whose connection has ended, because a process that used them has ended.
     lost: HashSet<u16>,
 }
 

@@ -3,9 +3,10 @@
 //! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: no register is left for a
 //! mask, so tiles at the right edge, whose last vector is masked, are separate functions.
 //!
-//! Many CPUs with AVX2 start four instructions a cycle, of which two multiply. So little may stand beside the 20 of a
-//! word (two loads, 6 elements, 12 multiplications): strides that are constants are no instructions, and a loop of two
-//! words has half as many steps. A word takes 24.5 instructions with packed operands, 26.5 with rows of A and 30 else.
+//! Many CPUs with AVX2 start four instructions a cycle, two of them multiplications. A word needs 20 instructions (two
+//! loads of B, 6 elements of A, 12 multiplications), so few others may be added. Constant strides need no instructions,
+//! and a loop over pairs of words counts and jumps half as often. A word takes 24.5 instructions if both operands are
+//! packed, 26.5 if rows of A are read in place, and 30 otherwise.
 
 use super::{Elements, Micro, Strip, Tile, round_vectors};
 use half::bf16;
@@ -28,9 +29,9 @@ impl Micro for Avx2 {
         // SAFETY: the caller's promise; the strides are the tile's.
         unsafe {
             match (tile.a_row, tile.a_step, tile.b_step) {
-                (1, _, PANEL) => tile_of_strides::<1, 0, PANEL>(tile),
-                (_, 1, PANEL) => tile_of_strides::<0, 1, PANEL>(tile),
-                _ => tile_of_strides::<0, 0, 0>(tile),
+                (1, _, PANEL) => tile_of_strides::<PackedA>(tile),
+                (_, 1, PANEL) => tile_of_strides::<RowsOfA>(tile),
+                _ => tile_of_strides::<AnyStrides>(tile),
             }
         }
     }
@@ -57,18 +58,46 @@ impl Micro for Avx2 {
     }
 }
 
-/// [`Micro::tile`] of operands with these strides: the row and step of A, and the step of B; 0 stands for any.
+/// The strides of a tile's operands that are known when its function is compiled.
+trait Strides {
+    const A_ROW: Option<usize> = None;
+    const A_STEP: Option<usize> = None;
+    const B_STEP: Option<usize> = None;
+}
+
+/// Both operands are packed.
+struct PackedA;
+
+impl Strides for PackedA {
+    const A_ROW: Option<usize> = Some(1);
+    const B_STEP: Option<usize> = Some(PANEL);
+}
+
+/// Rows of A are read in place; B is packed.
+struct RowsOfA;
+
+impl Strides for RowsOfA {
+    const A_STEP: Option<usize> = Some(1);
+    const B_STEP: Option<usize> = Some(PANEL);
+}
+
+/// No stride is known.
+struct AnyStrides;
+
+impl Strides for AnyStrides {}
+
+/// [`Micro::tile`] of operands with these strides.
 ///
 /// # Safety
 /// As there, with those strides.
-unsafe fn tile_of_strides<const A_ROW: usize, const A_STEP: usize, const B_STEP: usize>(tile: &Tile) {
+unsafe fn tile_of_strides<S: Strides>(tile: &Tile) {
     // SAFETY: the caller's promise; each width is the tile's.
     unsafe {
         match tile.columns {
-            16 => tile_of_width::<2, false, A_ROW, A_STEP, B_STEP>(tile),
-            9.. => tile_of_width::<2, true, A_ROW, A_STEP, B_STEP>(tile),
-            8 => tile_of_width::<1, false, A_ROW, A_STEP, B_STEP>(tile),
-            _ => tile_of_width::<1, true, A_ROW, A_STEP, B_STEP>(tile),
+            16 => tile_of_width::<2, false, S>(tile),
+            9.. => tile_of_width::<2, true, S>(tile),
+            8 => tile_of_width::<1, false, S>(tile),
+            _ => tile_of_width::<1, true, S>(tile),
         }
     }
 }
@@ -78,20 +107,12 @@ unsafe fn tile_of_strides<const A_ROW: usize, const A_STEP: usize, const B_STEP:
 /// # Safety
 /// As there, and there are more than V - 1 and at most V vectors of columns; V whole ones, unless `MASKED`.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn tile_of_width<
-    const V: usize,
-    const MASKED: bool,
-    const A_ROW: usize,
-    const A_STEP: usize,
-    const B_STEP: usize,
->(
-    tile: &Tile,
-) {
+unsafe fn tile_of_width<const V: usize, const MASKED: bool, S: Strides>(tile: &Tile) {
     macro_rules! by_height {
         ($($rows:literal)*) => {
             match tile.rows {
                 // SAFETY: the caller's promise; the height is the tile's.
-                $($rows => unsafe { tile_of::<$rows, V, MASKED, A_ROW, A_STEP, B_STEP>(tile) },)*
+                $($rows => unsafe { tile_of::<$rows, V, MASKED, S>(tile) },)*
                 rows => unreachable!("a tile of {rows} rows"),
             }
         };
@@ -104,22 +125,13 @@ unsafe fn tile_of_width<
 /// # Safety
 /// As there, the tile having that many.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn tile_of<
-    const R: usize,
-    const V: usize,
-    const MASKED: bool,
-    const A_ROW: usize,
-    const A_STEP: usize,
-    const B_STEP: usize,
->(
-    tile: &Tile,
-) {
+unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides>(tile: &Tile) {
     let last = first_lanes(tile.columns - (V - 1) * LANES);
     for i in 0..R {
         _mm_prefetch::<_MM_HINT_T0>(tile.c.wrapping_add(i * tile.c_row).cast());
     }
-    let either = |constant: usize, stride| if constant == 0 { stride } else { constant };
-    let (a_row, a_step, b_step) = (either(A_ROW, tile.a_row), either(A_STEP, tile.a_step), either(B_STEP, tile.b_step));
+    let (a_row, a_step) = (S::A_ROW.unwrap_or(tile.a_row), S::A_STEP.unwrap_or(tile.a_step));
+    let b_step = S::B_STEP.unwrap_or(tile.b_step);
     let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
     let mut sums = [[_mm256_setzero_ps(); V]; R];
     // A macro, because a function might not be inlined, and the sums would be in memory.

@@ -142,12 +142,13 @@ const A_IN_PLACE: usize = 512;
 /// Up to this many rows of A are read in place, whatever cache sets they map to.
 const UNPACKED_ROWS: usize = 4;
 
-/// Distances that are multiples of so many floats are bad ones: A is then always packed. Between the rows of a panel,
-/// multiples of 4 KiB, which map all its rows to the same sets of the L1 cache.
+/// A is always packed if its rows are a multiple of so many floats (4 KiB) apart: all rows of a panel would map to the
+/// same sets of the L1 cache.
 const ALIASED_ROWS: usize = 1024;
 
-/// Between the terms of a transposed A, multiples of two cache lines: a panel has a line of every term, and they would
-/// leave out half of the sets or more, while the tile's part of B needs half of the cache already.
+/// A transposed A is always packed if its terms are a multiple of so many floats (two cache lines) apart. A panel reads
+/// one line of each term, and these lines would share at most half of the sets of the L1 cache, of which the tile's
+/// part of B takes half already.
 const ALIASED_TERMS: usize = 32;
 
 /// An implementation of the product: the instructions it needs, and the precision. Exists only on x86-64.
@@ -520,7 +521,7 @@ impl<M: Micro> Micro for Rounded<M> {
 /// stored rounded need it too, because they may be subnormal.
 ///
 /// # Safety
-/// The vectors are initialised, and nobody else uses them.
+/// All of these vectors are initialised, and nothing else reads or writes them meanwhile.
 unsafe fn round_vectors(k: usize, to: *mut f32, step: usize, lanes: usize) {
     wide!(for l in 0..k {
         // SAFETY: vector l, by the caller's promise.
