@@ -1,5 +1,8 @@
 //! The program `checkpoint_info` as a user runs it.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use meshwork::checkpoint::{Alone, Dtype, Held, Lock, SavePlan, Slice, Tensor, TensorKind, Writer};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -8,11 +11,8 @@ use std::sync::Arc;
 
 /// (exit code, standard output, standard error).
 fn run(arguments: &[&Path]) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("checkpoint_info{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --examples`", program.display());
-    let ended = Command::new(program).args(arguments).stdin(Stdio::null()).output().unwrap();
+    let ended =
+        Command::new(example::program("checkpoint_info")).args(arguments).stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))
 }

@@ -1,23 +1,18 @@
 //! The study of compression as a user runs it, in a short form: it goes on where it was interrupted, and its directions
 //! are those of the published table.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// (exit code, standard output, standard error) of a command line of words without spaces, and `more`.
 fn run(line: &str, more: &[&str]) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("compression_study{}", std::env::consts::EXE_SUFFIX));
-    assert!(
-        program.is_file(),
-        "{} is missing: build it with `cargo build --features digits --example compression_study`",
-        program.display()
-    );
-    let mut command = Command::new(program);
+    let mut command = Command::new(example::program("compression_study"));
     command.args(line.split_whitespace()).args(more).current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null());
     let ended = command.output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();

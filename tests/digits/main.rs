@@ -1,6 +1,9 @@
 //! The program `digits` as a user runs it: flags in; standard output and exit codes out. Both networks must learn to
 //! read real images, over the pipeline.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use meshwork::pipeline::partition::Profile;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,15 +16,7 @@ fn run(line: &str) -> (Option<i32>, String, String) {
 
 /// The same of an example, in a folder.
 fn run_in(folder: &Path, example: &str, line: &str) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
-    assert!(
-        program.is_file(),
-        "{} is missing: build it with `cargo build --features digits --example {example}`",
-        program.display()
-    );
-    let mut command = Command::new(program);
+    let mut command = Command::new(example::program(example));
     let ended = command.args(line.split_whitespace()).current_dir(folder).stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))

@@ -11,6 +11,8 @@ mod compression;
 mod devices;
 #[cfg(unix)]
 mod ending;
+#[path = "../example/mod.rs"]
+mod example;
 #[cfg(feature = "emulator")]
 mod graphs;
 mod inputs;

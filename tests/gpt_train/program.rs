@@ -1,5 +1,6 @@
 //! Runs the program, and reads its output.
 
+use crate::example;
 use serde_json::Value;
 use std::fs;
 use std::io::Read;
@@ -18,13 +19,9 @@ pub const UNSAMPLED: &str = "--set metrics.sample_tokens=0";
 /// Longer than anything here takes on a busy machine; a run that reaches it hangs.
 const DEADLINE: Duration = Duration::from_secs(180);
 
-/// The program, which `cargo test` builds beside the tests, but `cargo test --test gpt_train` does not.
+/// The program.
 pub fn path() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("gpt_train{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --example gpt_train`", program.display());
-    program
+    example::program("gpt_train")
 }
 
 /// A command line of words without spaces.

@@ -1,5 +1,8 @@
 //! The program `mesh_diff` as a user runs it: flags in; standard output and exit codes out.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -9,15 +12,7 @@ const SMALL: &str =
 
 /// (exit code, standard output, standard error) of a command line of words without spaces.
 fn run(line: &str) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("mesh_diff{}", std::env::consts::EXE_SUFFIX));
-    assert!(
-        program.is_file(),
-        "{} is missing: build it with `cargo build --features diff --example mesh_diff`",
-        program.display()
-    );
-    let mut command = Command::new(program);
+    let mut command = Command::new(example::program("mesh_diff"));
     // The kernels of the emulated device are kept among the files of the tests.
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
     let ended = command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();

@@ -1,7 +1,9 @@
 //! The programs `partition` and `pipeline_only` as a user runs them: flags in; standard output and exit codes out.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use serde_json::{Value, json};
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 const VGG16: &str = "--profile crates/pipeline/tests/partition/profiles/vgg16.txt";
@@ -9,11 +11,7 @@ const VGG16: &str = "--profile crates/pipeline/tests/partition/profiles/vgg16.tx
 /// (exit code, standard output, standard error) of an example, from the root of the repository, and words without
 /// spaces.
 fn run(example: &str, line: &str) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --examples`", program.display());
-    let mut command = Command::new(program);
+    let mut command = Command::new(example::program(example));
     command.args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null());
     let ended = command.output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();

@@ -1,17 +1,20 @@
 //! The program `schedules` as a user runs it: flags in; standard output, files and exit codes out.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use meshwork::tensor::random;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// (exit code, standard output, standard error) of a command line of words without spaces.
 fn run(line: &str) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("schedules{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --example schedules`", program.display());
-    let ended = Command::new(program).args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
+    let ended = Command::new(example::program("schedules"))
+        .args(line.split_whitespace())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))
 }

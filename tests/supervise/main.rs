@@ -1,16 +1,16 @@
 //! The program `supervise` as a user runs it.
 
+#[path = "../example/mod.rs"]
+mod example;
+
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
 
 /// (exit code, standard output, standard error).
 fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.parent().and_then(Path::parent).unwrap();
-    let program = profile.join("examples").join(format!("supervise{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --examples`", program.display());
-    let ended = Command::new(program).args(arguments).stdin(Stdio::null()).output().unwrap();
+    let ended = Command::new(example::program("supervise")).args(arguments).stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (ended.status.code(), text(ended.stdout), text(ended.stderr))
 }
@@ -102,4 +102,28 @@ fn a_wrong_command_line_is_told() {
     let (code, _, errors) = run(&["--", "/no/such/program"]);
     assert_eq!(code, Some(2));
     assert!(errors.contains("/no/such/program cannot be started"), "{errors}");
+}
+
+/// A test of an earlier build's program would say nothing of the code as it is.
+#[test]
+fn a_program_that_is_older_than_its_sources_is_noticed() {
+    let folder = std::env::temp_dir().join(format!("meshwork-older program-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let [old, new, program] = ["old.rs", "new.rs", "program"].map(|name| folder.join(name));
+    let written = |path: &PathBuf, minutes: u64| {
+        let file = fs::File::create(path).unwrap();
+        file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(60 * minutes)).unwrap();
+    };
+    for (path, minutes) in [(&old, 1), (&program, 2), (&new, 1)] {
+        written(path, minutes);
+    }
+    let escaped = |path: &PathBuf| path.display().to_string().replace(' ', "\\ ");
+    fs::write(folder.join("program.d"), format!("{}: {} {}\n", escaped(&program), escaped(&old), escaped(&new)))
+        .unwrap();
+    assert_eq!(example::newer_source(&program), None);
+    written(&new, 3);
+    assert_eq!(example::newer_source(&program), Some(new.clone()));
+    fs::remove_file(&new).unwrap();
+    assert_eq!(example::newer_source(&program), Some(new));
+    fs::remove_dir_all(folder).unwrap();
 }
