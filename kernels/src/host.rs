@@ -1,8 +1,8 @@
 //! Compiles the kernels for the host with g++, and runs them there thread by thread: feature `host`.
 //!
 //! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks how a kernel uses
-//! them. A library is compiled at its first use, by one process, in as many parts as there are cores, and kept in a
-//! folder, by a hash of its sources and options.
+//! them. A library is compiled at its first use, by one process, in parts, and kept in a folder, by a hash of its
+//! sources and options. So is each part, so that a change of one file compiles one part again.
 
 use crate::{HEADERS, KERNELS, Kernel, Launch, SOURCES};
 use libloading::Library;
@@ -11,9 +11,11 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Error as IoError, ErrorKind};
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 /// Failure to compile or load kernels for the host.
@@ -234,6 +236,18 @@ fn parts<'a>(sources: &[(&'a str, &str)], count: usize) -> Vec<Vec<&'a str>> {
     parts.into_iter().map(|(_, part)| part).collect()
 }
 
+/// The parts that kernels are compiled in: enough for the cores of a laptop, and a change of a file compiles an eighth.
+const PARTS: usize = 8;
+
+/// A source to compile, in a folder of its own beside the headers.
+struct Part {
+    source: &'static str,
+    /// Generated files.
+    files: Vec<(&'static str, String)>,
+    /// Where the object is kept, by a hash of all that it is compiled from.
+    object: PathBuf,
+}
+
 /// Compiles the library under a temporary name and renames it, so that no other process loads an incomplete file. Of
 /// several processes one compiles, and the others wait for it.
 fn build(
@@ -243,10 +257,6 @@ fn build(
     options: &[&str],
     path: &Path,
 ) -> Result<(), HostError> {
-    let file = |path: &Path| {
-        let path = path.to_owned();
-        move |error| HostError::File { path, error }
-    };
     fs::create_dir_all(folder).map_err(file(folder))?;
     let lock = folder.join("lock");
     let held = File::create(&lock).map_err(file(&lock))?; // released when it is dropped, or the process ends
@@ -255,42 +265,86 @@ fn build(
         return Ok(());
     }
     let work = scratch(folder);
-    let write = |path: PathBuf, text: &str| fs::write(&path, text).map_err(file(&path));
     fs::create_dir_all(&work).map_err(file(&work))?;
     let run = || {
-        sources.iter().try_for_each(|(name, text)| write(work.join(name), text))?;
-        let parts = parts(sources, thread::available_parallelism().map_or(1, usize::from));
-        let mut compilers = vec![compiler(options).arg("-c").arg(work.join("library.cpp")).current_dir(&work).spawn()];
-        for (number, files) in parts.iter().enumerate() {
-            let folder = work.join(number.to_string());
-            fs::create_dir_all(&folder).map_err(file(&folder))?;
-            // Headers first: files define macros of their own, which no header is to see.
-            let headers = sources.iter().map(|(name, _)| *name).filter(|name| name.ends_with(".cuh"));
-            let includes = headers.chain(files.iter().copied());
-            let includes: String = includes.map(|name| format!("#include \"{name}\"\n")).collect();
-            let of_part = kernels.iter().filter(|kernel| match files.contains(&kernel.source.name) {
-                true => true,
-                // Of a file that is not there: the compiler says so.
-                false => number == 0 && !parts.iter().flatten().any(|name| *name == kernel.source.name),
-            });
-            write(folder.join("sources.inc"), &includes)?;
-            write(folder.join("kernels.inc"), &of_part.map(entry).collect::<String>())?;
-            let mut part = compiler(options);
-            part.arg("-I").arg(&work).arg("-I").arg(&folder).arg("-c").arg(work.join("part.cpp"));
-            compilers.push(part.current_dir(folder).spawn());
-        }
-        let ended = compilers.into_iter().map(|compiler| finish(compiler.and_then(|child| child.wait_with_output())));
-        ended.collect::<Vec<_>>().into_iter().collect::<Result<(), _>>()?; // of all, so that none is left running
+        sources.iter().try_for_each(|(name, text)| write(&work.join(name), text))?;
+        let objects = folder.with_file_name("objects");
+        fs::create_dir_all(&objects).map_err(file(&objects))?;
+        let parts = all_parts(sources, kernels, options, &objects);
+        let queue = Mutex::new(parts.iter().enumerate());
+        let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let worker = || {
+            std::iter::from_fn(next)
+                .try_for_each(|(number, part)| part.compile(options, &work, &work.join(number.to_string())))
+        };
+        let workers = thread::available_parallelism().map_or(1, usize::from);
+        thread::scope(|scope| {
+            let running: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+            let ended = running.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            ended.collect::<Vec<_>>().into_iter().collect::<Result<(), _>>() // of all, so that none is left running
+        })?;
         let library = work.join("libkernels.so");
-        let objects = (0..parts.len()).map(|number| work.join(number.to_string()).join("part.o"));
         let mut linker = compiler(options);
-        linker.arg("-shared").args(objects).arg(work.join("library.o")).arg("-o").arg(&library);
+        linker.arg("-shared").args(parts.iter().map(|part| &part.object)).arg("-o").arg(&library);
         finish(linker.output())?;
         fs::rename(&library, path).map_err(file(path))
     };
     let run = run();
     _ = fs::remove_dir_all(&work);
     run
+}
+
+/// The part without kernels, and the parts with them.
+fn all_parts(sources: &[(&str, &str)], kernels: &[Kernel], options: &[&str], objects: &Path) -> Vec<Part> {
+    let parts = parts(sources, PARTS);
+    let others: Vec<_> = sources.iter().filter(|(name, _)| !name.ends_with(".cu")).collect();
+    let object = |files: &[&str], generated: &[(&str, String)]| {
+        let mut hash = DefaultHasher::new();
+        let texts = sources.iter().filter(|(name, _)| files.contains(name));
+        (options, &others, texts.collect::<Vec<_>>(), generated).hash(&mut hash);
+        objects.join(format!("{:016x}.o", hash.finish()))
+    };
+    let with_kernels = parts.iter().enumerate().map(|(number, files)| {
+        // Headers first: files define macros of their own, which no header is to see.
+        let headers = sources.iter().map(|(name, _)| *name).filter(|name| name.ends_with(".cuh"));
+        let includes = headers.chain(files.iter().copied());
+        let includes: String = includes.map(|name| format!("#include \"{name}\"\n")).collect();
+        let of_part = kernels.iter().filter(|kernel| match files.contains(&kernel.source.name) {
+            true => true,
+            // Of a file that is not there: the compiler says so.
+            false => number == 0 && !parts.iter().flatten().any(|name| *name == kernel.source.name),
+        });
+        let generated = vec![("sources.inc", includes), ("kernels.inc", of_part.map(entry).collect::<String>())];
+        Part { source: "part.cpp", object: object(files, &generated), files: generated }
+    });
+    let library = Part { source: "library.cpp", object: object(&[], &[]), files: Vec::new() };
+    std::iter::once(library).chain(with_kernels).collect()
+}
+
+impl Part {
+    /// Compiles the object where it is not kept yet: headers are in `work`, and `folder` is for this part alone.
+    fn compile(&self, options: &[&str], work: &Path, folder: &Path) -> Result<(), HostError> {
+        if self.object.exists() {
+            return Ok(());
+        }
+        fs::create_dir_all(folder).map_err(file(folder))?;
+        self.files.iter().try_for_each(|(name, text)| write(&folder.join(name), text))?;
+        let object = folder.join("part.o");
+        let mut part = compiler(options);
+        part.arg("-I").arg(work).arg("-I").arg(folder).arg("-c").arg(work.join(self.source)).arg("-o").arg(&object);
+        finish(part.current_dir(folder).output())?;
+        fs::rename(&object, &self.object).map_err(file(&self.object))
+    }
+}
+
+/// The error about this file.
+fn file(path: &Path) -> impl FnOnce(IoError) -> HostError {
+    let path = path.to_owned();
+    move |error| HostError::File { path, error }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), HostError> {
+    fs::write(path, text).map_err(file(path))
 }
 
 fn compiler(options: &[&str]) -> Command {

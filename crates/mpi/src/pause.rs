@@ -11,8 +11,9 @@ const LOOKS: u32 = 40;
 /// Then it yields, as long as this, so that a message that is about to come is not missed.
 const YIELDS: Duration = Duration::from_micros(60);
 
-/// A wait: it looks, yields, and then sleeps for a sixteenth of the time since anything came. So it is late by at most
-/// that part, and a long wait takes next to nothing of a core.
+/// A wait: it looks, yields, and then sleeps for a sixteenth of the time since anything came, at most `longest` at a
+/// time, or 1/256 of a wait that is longer than 256 of these. So it is late by at most that part, and a long wait takes
+/// next to nothing of a core.
 #[derive(Debug)]
 pub(crate) struct Pause {
     looks: u32,
@@ -22,7 +23,7 @@ pub(crate) struct Pause {
 }
 
 impl Pause {
-    /// Of a rank, which sleeps at most for `longest` at a time.
+    /// Of a rank, whose short waits sleep at most for `longest` at a time.
     pub(crate) fn of_rank(longest: Duration) -> Pause {
         Pause { looks: 0, since: None, yields: YIELDS, longest }
     }
@@ -51,7 +52,7 @@ impl Pause {
         }
         match self.since.get_or_insert_with(Instant::now).elapsed() {
             short if short < self.yields => thread::yield_now(),
-            long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest)),
+            long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 256))),
         }
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use meshwork_core::{Cause, CommError, ReduceOp, World};
 use meshwork_mpi::{Kind, Library, Options, Reduction, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
+use meshwork_testkit::sweeps;
 
 use launch::{Mpi, OPEN, STANDARD, here, met, over_tcp, text};
 
@@ -21,11 +22,6 @@ const ALL: &[&str] = &[STANDARD, "libmpi.so.12", OPEN];
 
 /// The suite has timeouts: two jobs at once would stop each other's ranks for as long.
 static ONE_JOB: Mutex<()> = Mutex::new(());
-
-/// Whether to run everything.
-fn sweeps() -> bool {
-    std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all")
-}
 
 /// Runs `body` in that many processes of each library with one of these files, or of all in a sweep; they start this
 /// program again, with the test `test` alone, which calls this function with the same arguments.

@@ -12,8 +12,10 @@ pub mod halves;
 pub mod opaque;
 pub mod parity;
 mod rng;
+mod sampled;
 pub mod throttled;
 mod world;
 
 pub use rng::Rng;
+pub use sampled::{Sampled, sweeps};
 pub use world::{run_world, try_run_world};

@@ -14,6 +14,7 @@ use meshwork_cpu::kernels::dropout::Mask;
 use meshwork_kernels::VARIANTS;
 use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
+use meshwork_testkit::Sampled;
 
 #[derive(Clone, Copy)]
 struct Case {
@@ -85,16 +86,17 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 
 #[test]
 pub fn attention_is_that_of_the_cpu() {
-    is_that_of_the_cpu(Precision::F32);
+    is_that_of_the_cpu(Precision::F32, 2);
 }
 
 #[test]
 fn attention_of_rounded_operands_is_that_of_the_cpu() {
-    is_that_of_the_cpu(Precision::Bf16);
+    is_that_of_the_cpu(Precision::Bf16, 3);
 }
 
+/// In a sweep all cases, else every `nth`.
 #[track_caller]
-fn is_that_of_the_cpu(precision: Precision) {
+fn is_that_of_the_cpu(precision: Precision, nth: usize) {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
     let among = |count, first_query, case: Case| Case {
         dims: Dims { keys: Keys::new(count, first_query), ..case.dims },
@@ -166,7 +168,7 @@ fn is_that_of_the_cpu(precision: Precision) {
         case([1, 19, 2, 256], [2, 1, 0], true, true),
         shows(Shown { cap: Some(1.5), ..Shown::default() }, windowed(9, case([1, 21, 1, 130], [1, 1, 0], true, false))),
     ];
-    for Case { dims, groups, rotated, dropped, documents, window, shown } in cases {
+    for Case { dims, groups, rotated, dropped, documents, window, shown } in cases.into_iter().sampled(nth) {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| {
@@ -398,14 +400,12 @@ fn positions_that_do_not_follow_are_seen() {
     }
 }
 
-/// Queries that stay in registers, a step of 64 keys: in all cases if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`,
-/// else in some.
+/// Queries that stay in registers, a step of 64 keys: all cases in a sweep, else some.
 #[test]
 fn a_variant_that_holds_its_queries_is_near_the_cpu() {
     let variant = VARIANTS.iter().find(|variant| variant.name == "keys=64, held").expect("the variant");
-    let all = std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all");
     let some: fn() = some_attention_on_tensor_cores_is_near_that_of_the_cpu;
-    let run = if all { attention_on_tensor_cores_is_near_that_of_the_cpu } else { some };
+    let run = if meshwork_testkit::sweeps() { attention_on_tensor_cores_is_near_that_of_the_cpu } else { some };
     build::with_variant(variant, None, run);
 }
 
@@ -467,7 +467,7 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         case([1, 149, 1, 64], [1, 1, 0], false, true),
         windowed(60, of_documents(among(160, 13, case([1, 140, 2, 80], [2, 1, 0], false, true)))),
     ];
-    is_near_that_of_the_cpu(&cases);
+    is_near_that_of_the_cpu(&cases.into_iter().sampled(2).collect::<Vec<_>>());
 }
 
 fn is_near_that_of_the_cpu(cases: &[Case]) {

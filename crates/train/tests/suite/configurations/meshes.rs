@@ -9,7 +9,7 @@ use meshwork_train::config::{Args, Config};
 use meshwork_train::{Data, load};
 
 /// Configurations in an ordinary run of the tests.
-const COUNT: u64 = 80;
+const COUNT: u64 = 40;
 
 /// The same configuration with another degree of tp, if it is accepted.
 fn on_another_mesh(case: &Case) -> Option<(Config, Data)> {

@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Duration;
 
 /// Configurations in an ordinary run of the tests.
-const COUNT: u64 = 200;
+const COUNT: u64 = 100;
 /// A configuration that takes longer hangs: all of them together take less than this.
 const PATIENCE: Duration = Duration::from_secs(100);
 

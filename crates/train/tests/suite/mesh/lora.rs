@@ -8,6 +8,7 @@ use crate::mesh::parity::assert_parity;
 use crate::mesh::split_work;
 use crate::mesh::world::{Stepped, on_mesh, step_from, step_of, train};
 use meshwork_tensor::{Init, ParamSpec};
+use meshwork_testkit::Sampled;
 use meshwork_train::config::Config;
 use meshwork_train::{TrainError, Trainer};
 
@@ -41,7 +42,7 @@ fn any_mesh_has_the_gradients_of_one_rank() {
         let adapters = |name: &&String| name.contains(".lora_");
         assert!(reference.gradients.keys().all(|name| adapters(&name)), "{:?}", reference.gradients.keys());
         assert!(reference.gradients.values().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(3) {
             assert_parity(&format!("{case} {more}"), &step(case, &more), &reference);
         }
     }
@@ -57,7 +58,7 @@ fn inner_features_that_tp_does_not_divide() {
     ] {
         let more = format!("{SGD}{LORA}targets = '{targets}'\n");
         let reference = step(&Case::alone(model), &more);
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, like) && case.tp > 1) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, like) && case.tp > 1).sampled(2) {
             let case = Case { model, ..*case };
             assert_parity(&case.to_string(), &step(&case, &more), &reference);
         }
@@ -69,7 +70,7 @@ fn inner_features_that_tp_does_not_divide() {
 fn memory_and_communication_are_predicted() {
     let more = format!("{ADAMW}{LORA}");
     for (model, more) in [(&UNEVEN, more.clone()), (&LLAMA, more)] {
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(3) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(6) {
             let got = step_of(&case.to_string(), &case.config(&more), &model.data());
             split_work::assert_as_predicted(case, &more, &got);
         }
@@ -85,7 +86,7 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
         let more = format!("{ADAMW}{CANONICAL}{lora}");
         let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
         let alone = run(&Case::alone(model));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(2) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(4) {
             canonical::assert_same(case, &run(case), &alone);
         }
     }
@@ -159,7 +160,7 @@ fn a_quantised_base_has_the_bits_of_one_rank() {
         let more = format!("{ADAMW}{CANONICAL}{}", quantised(form));
         let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
         let alone = run(&Case::alone(model));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(2) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(4) {
             canonical::assert_same(case, &run(case), &alone);
         }
     }
@@ -170,7 +171,7 @@ fn a_quantised_base_has_the_bits_of_one_rank() {
 fn memory_of_a_quantised_base_is_predicted() {
     for (model, form) in [(&UNEVEN, "int8"), (&LLAMA, "nf4"), (&LLAMA, "bf16")] {
         let more = format!("{ADAMW}{}", quantised(form));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).step_by(4) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(8) {
             let got = step_of(&case.to_string(), &case.config(&more), &model.data());
             split_work::assert_as_predicted(case, &more, &got);
         }

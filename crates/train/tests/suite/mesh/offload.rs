@@ -4,6 +4,7 @@ use crate::mesh::cases::{ADAMW, Case, DROPOUT, LLAMA, Model, PLAIN, UNEVEN, UNTI
 use crate::mesh::opaque::assert_opaque_as_cpu;
 use crate::mesh::world::{Piece, assert_same_report, on_mesh, pieces, train};
 use meshwork_tensor::Category;
+use meshwork_testkit::Sampled;
 use meshwork_train::StepReport;
 use meshwork_train::config::Config;
 use std::path::Path;
@@ -55,7 +56,7 @@ fn cases() -> Vec<(Case, &'static str, &'static str, String)> {
 #[test]
 fn what_is_offloaded_changes_no_bit_and_is_not_held() {
     let dir = tempfile::tempdir().unwrap();
-    for (case, parallelism, memory, training) in cases() {
+    for (case, parallelism, memory, training) in cases().into_iter().sampled(2) {
         let of = |offload: &str| config(&case, (parallelism, memory, &training), offload, dir.path());
         let held = run(&of("none"), &case);
         for offload in ["optimizer", "activations", "all"] {
