@@ -172,7 +172,7 @@ def operations(session):
     told = session.run([session.program("ops"), "--bench", "--device", session.device, *(["--small"] if session.quick else [])], limit=0.6 * session.left())
     if told.code:
         raise Failed(told.reason())
-    own, note = told.json(), []
+    own, note = [line for line in told.json() if "operation" in line], []
     try:
         peers = {line["operation"]: line for line in peer_operations(session)}
     except (Skipped, Failed) as failed:
@@ -189,7 +189,7 @@ def operations(session):
         row |= {"ms": line["ms"], "GB/s": line["gb_per_s"], "TFLOP/s": line["tflops"] or None, "PyTorch ms": peer.get("ms"), "state": "PASS"}
         if peer.get("ms"):
             row["of PyTorch"] = peer["ms"] / line["ms"]
-        if not line["flops"] and copy:
+        if not line["flops"] and copy and name != "upload":
             row["of the copy rate"] = line["gb_per_s"] / copy
             judge(session, row, row["of the copy rate"], TARGETS["of the copy rate"], "of the copy rate")
         elif name.startswith("grouped"):
@@ -199,7 +199,52 @@ def operations(session):
                 judge(session, row, row["of a dense product"], TARGETS["of a dense product"], "of a dense product")
         elif name.startswith("attention") and peer.get("ms"):
             judge(session, row, row["of PyTorch"], TARGETS["of SDPA"], "of SDPA")
-    return {"tables": {"operations": rows}, "text": note}
+    about = next((line for line in told.json() if "device" in line), {})
+    files = {"card.toml": text} if (text := card(about, own)) else {}
+    return {"tables": {"operations": rows}, "text": note, "files": files}
+
+
+def card(about, operations):
+    """The measured card as a file that `plan --cluster` reads; nothing if a rate is missing. Rates are those that were reached, so the shares of peaks that a system
+    reaches are 1."""
+    lines = [line for line in operations if line.get("ms")]
+    rates = lambda amount, *words: [line[amount] / line["ms"] * 1e3 for line in lines if all(word in f"{line['operation']} " for word in words)]
+    products = {dtype: rates("flops", "product", f" {dtype} ") for dtype in ["f32", "bf16"]}
+    attention = [line for line in lines if line["operation"].startswith("attention") and " bf16 " in line["operation"]]
+    found = {"bandwidth": rates("bytes", "copy "), "host": rates("bytes", "upload "), **products, "attention": attention}
+    if "memory_bytes" not in about or not all(found.values()):
+        return None
+    f32, bf16 = (max(products[dtype]) for dtype in ["f32", "bf16"])
+    bf16 = max(bf16, f32)  # what is slower in 16 bits is computed in f32
+    attended = sum(line["flops"] for line in attention) / sum(line["ms"] for line in attention) * 1e3
+    name = json.dumps(about["device"])
+    return f"""\
+# For more cards or hosts: [cluster], and in [links] also inside and between, in bytes a second of a card and direction.
+source = "measured by scripts/gpu-check.sh speed"
+
+[cluster]
+name = {name}
+hosts = 1
+cards_per_host = 1
+
+[card]
+name = {name}
+memory = {about["memory_bytes"]:.4e}
+bandwidth = {max(found["bandwidth"]):.3e}
+bf16 = {bf16:.3e}
+f32 = {f32:.3e}
+units = 1
+
+[links]
+host = {max(found["host"]):.3e}
+
+[constants]
+attention = {attended / bf16:.3f}
+memory = 1.0
+products = 1.0
+unaligned = 1.0
+wave = 0.0
+"""
 
 
 def profile(session):

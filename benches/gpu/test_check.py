@@ -161,6 +161,20 @@ class Checks(unittest.TestCase):
         part = self.part("speed")
         self.assertIn("0.80 of a dense product, target 0.9", part["why"])
 
+    def test_a_measured_card_is_a_file_that_the_planner_reads(self):
+        told = ['{"device":"a card","memory_bytes":8000000000}', '{"operation":"broken","error":"it is not there"}']
+        works = {"copy": 4e9, "upload": 1e8, "adamw 100": 1e9}
+        told += [f'{{"operation":"{name}","ms":10.0,"bytes":{rate / 100:.0f},"flops":0,"gb_per_s":1.0,"tflops":0.0}}' for name, rate in works.items()]
+        works = {"product nt f32 6x8x16": 1e12, "product nt bf16 6x8x16": 3e12, "product nn bf16 6x8x16": 4e12, "attention bf16 1x6x2x8": 1e12, "attention gradient bf16 1x6x2x8": 3e12}
+        told += [f'{{"operation":"{name}","ms":10.0,"bytes":9,"flops":{rate / 100:.0f},"gb_per_s":1.0,"tflops":1.0}}' for name, rate in works.items()]
+        self.programs("ops", "cat <<E\n" + "\n".join(told) + "\nE")
+        part = self.part("speed", device="cuda-emulated")
+        # crates/plan/tests/published/machine.rs reads the same file.
+        self.assertEqual(part["files"]["card.toml"], (check.ROOT / "crates/plan/tests/fixtures/card.toml").read_text(encoding="utf-8"))
+        without = [line for line in told if "upload" not in line]
+        self.programs("ops", "cat <<E\n" + "\n".join(without) + "\nE")
+        self.assertEqual(self.part("speed", device="cuda-emulated")["files"], {}, "a card without a rate")
+
     def test_a_fault_of_the_check_is_no_pass(self):
         self.programs("gpt_train", "echo '{\"event\":'")
         self.assertEqual(self.part("first")["state"], "FAIL")

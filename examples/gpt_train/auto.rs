@@ -22,7 +22,7 @@ const BUDGET: Duration = Duration::from_secs(10);
 /// Meshes whose steps are measured: those that the planner predicts to be the fastest.
 const FEW: usize = 4;
 
-/// Steps that are measured of each mesh, after one that is not. The median counts.
+/// Steps that are measured of each mesh, after one that is not. The fastest counts.
 const STEPS: usize = 3;
 
 /// Models by which the planner knows the machine: the small ones, because its numbers only order the meshes.
@@ -51,7 +51,7 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
         tried.push((mesh, config));
     }
     let begun = Instant::now();
-    let machine = measure::measure(MODELS, &mut |_, _, _| {})?;
+    let (machine, disturbance) = measure::measure(MODELS, &mut |_, _, _| {})?;
     let (system, mut counter) = (System::known(machine.system())?.on(&machine), Counter::default());
     let mut found: Vec<(String, Config, f64)> = Vec::new();
     for (mesh, config) in tried {
@@ -72,7 +72,8 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
     measured.sort_by(|a, b| a.1.total_cmp(&b.1));
     let told: Vec<String> = measured.iter().map(|(mesh, seconds)| format!("{mesh} {:.1} ms", 1e3 * seconds)).collect();
     let mesh = measured.first().map_or("dp=1", |(mesh, _)| mesh);
-    Ok((with(mesh), Some(format!("--mesh {mesh}, of a step's time with {}", told.join(", ")))))
+    let warned = disturbance.warning().map_or(String::new(), |warning| format!("; {warning}"));
+    Ok((with(mesh), Some(format!("--mesh {mesh}, of a step's time with {}{warned}", told.join(", ")))))
 }
 
 /// Meshes of up to so many ranks.

@@ -8,9 +8,10 @@ mod compression;
 #[path = "../shared/output.rs"]
 mod output;
 
+use meshwork::plan::memory;
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{load, plan, plan_memory, train};
+use meshwork::train::{load, plan, train};
 use output::{BAD_INPUT, FAILED, fail, fail_together, show, show_fitted, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
@@ -42,7 +43,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS; // the process of rank 0 reports
     }
     if args.plan_memory {
-        return match plan_memory::report(&config) {
+        return match memory::report(&config) {
             Ok(report) => show_fitted(&report),
             Err(error) => fail(FAILED, &error),
         };

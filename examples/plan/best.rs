@@ -148,7 +148,9 @@ fn nothing_fits(
         (least.step.memory - cluster.card.memory) / 1e9,
         describe(least)
     );
-    for doubled in 1..=DOUBLINGS {
+    // Without links between hosts there are no more of them.
+    let doublings = if cluster.between > 0.0 { DOUBLINGS } else { 0 };
+    for doubled in 1..=doublings {
         let larger = Cluster { hosts: cluster.hosts << doubled, ..cluster.clone() };
         if let Some(plan) = search(given, samples, system, &larger, 1, counter, &mut progress)?.best.first() {
             let valid = format!(
@@ -161,7 +163,7 @@ fn nothing_fits(
             return Ok(refuse(problem, valid));
         }
     }
-    let most = cluster.cards() << DOUBLINGS;
+    let most = cluster.cards() << doublings;
     Ok(refuse(problem, format!("{most} cards do not hold it either: use a smaller model or micro-batch")))
 }
 

@@ -6,7 +6,10 @@
 //! Bytes are those that must be read and written once, FLOPs those of matrix work; so `bytes / rate` or `flops / rate`
 //! is the least time that a device can need. Each time is the median of some batches of calls; the host waits for a
 //! whole batch. Without `--bench` (as under `cargo test`), and with `--small`, everything runs once on a few rows, on
-//! the emulator if there is no GPU. An operation that the device lacks is a line that says so.
+//! the emulator if there is no GPU. An operation that the device lacks is a line that says so. The first line is the
+//! device and its bytes of memory.
+//!
+//! More than 400 lines: the inputs and the call of each operation, one after the other.
 
 mod bench;
 
@@ -81,6 +84,8 @@ fn main() -> Result<(), Box<dyn AnyError>> {
     let asked = Asked::of_process();
     let Some(driver) = asked.driver()? else { return Ok(()) };
     let small = asked.small;
+    let about = driver.properties();
+    println!(r#"{{"device":{:?},"memory_bytes":{}}}"#, about.name, about.memory);
     let open = |precision| CudaDevice::with_precision(driver.clone(), Products::OfTheLibrary, precision);
     let devices = [open(Precision::F32)?, open(Precision::Bf16)?];
     let sizes = if small { Sizes::small() } else { Sizes::large() };
@@ -126,6 +131,12 @@ fn copies<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes
         Ok(Work { bytes: 8 * count, flops: 0, call: Box::new(call) })
     };
     works.push(("copy".to_owned(), Box::new(make)));
+    let make = move || {
+        let (host, mut y) = (Buffer::from_slice(&vec![1_f32; sizes.flat]), device.alloc(DType::F32, sizes.flat)?);
+        let call = move || device.upload_into(&host, &mut y, 0);
+        Ok(Work { bytes: 4 * sizes.flat, flops: 0, call: Box::new(call) })
+    };
+    works.push(("upload".to_owned(), Box::new(make)));
 }
 
 fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {

@@ -17,9 +17,9 @@ pub struct Cluster {
     pub cards_per_host: usize,
     /// Its cards.
     pub card: Card,
-    /// Links between the cards of a host.
+    /// Links between the cards of a host; 0 where a host has one card and no number is given.
     pub inside: f64,
-    /// Links between hosts.
+    /// Links between hosts; 0 where there is one host and no number is given.
     pub between: f64,
     /// The link of a card to its host's memory.
     pub host: f64,
@@ -42,6 +42,10 @@ pub struct Cores {
     pub count: usize,
     /// How many times as fast a rank is that has all of them, against one while the others are busy: 1 to `count`.
     pub help: f64,
+    /// The share of its time that a rank on a core of its own waits for ranks with as much work: no two cores are
+    /// equally fast at any moment.
+    #[serde(default)]
+    pub uneven: f64,
 }
 
 /// A card.
@@ -65,13 +69,14 @@ pub struct Card {
 }
 
 /// The clusters that come with the planner, by name.
-const KNOWN: [(&str, &str); 6] = [
+const KNOWN: [(&str, &str); 7] = [
     ("dgx-a100", include_str!("../clusters/dgx-a100.toml")),
     ("dgx-h100", include_str!("../clusters/dgx-h100.toml")),
     ("dgx-h200", include_str!("../clusters/dgx-h200.toml")),
     ("a100-40gb", include_str!("../clusters/a100-40gb.toml")),
     ("aws-p4d", include_str!("../clusters/aws-p4d.toml")),
     ("gcp-a3", include_str!("../clusters/gcp-a3.toml")),
+    ("cores", include_str!("../clusters/cores.toml")),
 ];
 
 /// Multiprocessors of the known cards; whitepapers of the A100 and H100 architectures.
@@ -174,8 +179,8 @@ impl Cluster {
     ///     "mine.toml: card \"b100\" is not known, and its memory is not given; \
     ///      the nearest is a100; use one of a100, h100, h100-96, h200; \
     ///      for another card give memory, bandwidth, bf16, f32 and units in [card], and inside, \
-    ///      between and host in [links]: `scripts/gpu-check.sh speed` measures products and bandwidth \
-    ///      of a card"
+    ///      between and host in [links]: `scripts/gpu-check.sh speed` measures a card, and writes \
+    ///      such a file"
     /// );
     /// # Ok::<(), meshwork_plan::PlanError>(())
     /// ```
@@ -197,8 +202,8 @@ impl Cluster {
                     format!("card {:?} is not known, and its {what} is not given", card.name),
                     &format!(
                         "{}; for another card give memory, bandwidth, bf16, f32 and units in [card], and inside, \
-                         between and host in [links]: `scripts/gpu-check.sh speed` measures products and bandwidth \
-                         of a card",
+                         between and host in [links]: `scripts/gpu-check.sh speed` measures a card, and writes \
+                         such a file",
                         choose_from(&card.name, &names)
                     ),
                 )
@@ -209,6 +214,10 @@ impl Cluster {
             }
         };
         let of = |get: fn(&meshwork_train::config::Card) -> f64| known.map(get);
+        let link = |what: &str, given: Option<f64>, known: Option<f64>, of: usize| match given.or(known) {
+            None if of < 2 => Ok(0.0),
+            _ => number(what, given, known),
+        };
         let read = Self {
             card: Card {
                 name: card.name.clone(),
@@ -219,8 +228,8 @@ impl Cluster {
                 units: number("units", card.units, units.map(|(_, units)| *units))?,
                 products: card.products,
             },
-            inside: number("inside", links.inside, of(|card| card.link))?,
-            between: number("between", links.between, of(|card| card.network))?,
+            inside: link("inside", links.inside, of(|card| card.link), cluster.cards_per_host)?,
+            between: link("between", links.between, of(|card| card.network), cluster.hosts)?,
             host: number("host", links.host, of(|card| card.host))?,
             name: cluster.name,
             hosts: cluster.hosts,
@@ -247,6 +256,10 @@ impl Cluster {
                     "count is at least 1; help, how many times as fast a rank is with all cores, is 1 to count",
                 ))
             }
+            () if read.cores.is_some_and(|of| !(0.0..=1.0).contains(&of.uneven)) => Err(refuse(
+                "cores.uneven is no share".to_owned(),
+                "uneven, the share of its time that a rank waits for others with as much work, is 0 to 1",
+            )),
             () if !read.card.products.iter().all(|[size, rate]| *size > 0.0 && *rate > 0.0 && rate.is_finite())
                 || read.card.products.windows(2).any(|pair| pair[0][0] >= pair[1][0]) =>
             {
@@ -285,8 +298,15 @@ impl Cluster {
         if !rates.is_empty() {
             text += &format!("products = [\n    {},\n]\n", rates.join(",\n    "));
         }
-        text += &format!("\n[links]\ninside = {inside:.3e}\nbetween = {between:.3e}\nhost = {host:.3e}\n");
-        text.extend(self.cores.map(|of| format!("\n[cores]\ncount = {}\nhelp = {:.3}\n", of.count, of.help)));
+        text += "\n[links]\n";
+        let links =
+            [("inside", inside), ("between", between), ("host", host)].into_iter().filter(|(_, rate)| **rate > 0.0);
+        text.extend(links.map(|(name, rate)| format!("{name} = {rate:.3e}\n")));
+        text.extend(
+            self.cores.map(|of| {
+                format!("\n[cores]\ncount = {}\nhelp = {:.3}\nuneven = {:.3}\n", of.count, of.help, of.uneven)
+            }),
+        );
         if !self.constants.is_empty() {
             text += "\n[constants]\n";
             text.extend(self.constants.iter().map(|(name, value)| format!("{name} = {value:.3e}\n")));
@@ -297,7 +317,8 @@ impl Cluster {
     /// The same with so many cards.
     ///
     /// # Errors
-    /// A number that is no multiple of the cards of a host; fewer than a host has are one host.
+    /// A number that is no multiple of the cards of a host (fewer than a host has are one host); several hosts, where
+    /// the links between them have no number.
     pub fn of_cards(&self, cards: usize) -> Result<Self, PlanError> {
         let each = self.cards_per_host;
         if cards > 0 && self.hosts == 1 && self.cores.is_some() {
@@ -307,6 +328,12 @@ impl Cluster {
         }
         match cards {
             1.. if cards <= each => Ok(Self { hosts: 1, cards_per_host: cards, ..self.clone() }),
+            1.. if cards.is_multiple_of(each) && self.between == 0.0 => Err(PlanError::File {
+                file: self.name.clone(),
+                problem: format!("{} hosts, and their links have no number", cards / each),
+                valid: "give links.between, in bytes a second of a card, or more cards_per_host and links.inside"
+                    .into(),
+            }),
             1.. if cards.is_multiple_of(each) => Ok(Self { hosts: cards / each, ..self.clone() }),
             _ => Err(PlanError::File {
                 file: self.name.clone(),
@@ -324,13 +351,14 @@ impl Cluster {
     /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
     /// that it takes on a core of its own.
     pub fn stretch(&self, active: f64) -> f64 {
-        let Some(Cores { count, help }) = self.cores else { return 1.0 };
-        let count = count as f64;
+        let Some(Cores { count, help, uneven }) = self.cores else { return 1.0 };
+        let (count, waits) = (count as f64, if active > 1.0 { 1.0 + uneven } else { 1.0 });
         if active >= count || count == 1.0 {
-            return active / count;
+            // More ranks than cores leave none of them idle.
+            return (active / count).max(waits);
         }
         // The cores that are left over help all ranks alike.
-        1.0 / (1.0 + (help - 1.0) * (count / active - 1.0) / (count - 1.0))
+        waits / (1.0 + (help - 1.0) * (count / active - 1.0) / (count - 1.0))
     }
 
     /// The system that trains here unless another is named.

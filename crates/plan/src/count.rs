@@ -61,6 +61,8 @@ pub struct Counts {
     pub parts: [Passes; 3],
     /// Parameters of a layer on a rank, and of all that is outside the layers.
     pub parameters: [usize; 2],
+    /// Of those of a layer, the parameters of experts that are shared out over ep: fewer ranks have the same ones.
+    pub experts: usize,
     /// Bytes of activations that a layer keeps from its forward to its backward.
     pub kept: f64,
     /// Bytes of activations, beyond those kept, at the moment when most bytes are alive.
@@ -181,6 +183,16 @@ fn count(config: &Config, one: &Config, plan: &Plan) -> Result<Counts, PlanError
     };
     let [one, two] = [deep(1)?, deep(2)?];
     counts.parameters = [two.0 - one.0, one.0 - (two.0 - one.0)];
+    counts.experts = match parallel.ep {
+        0 | 1 => 0,
+        ep => {
+            // A rank that had all experts would have ep times as many of their parameters.
+            let mut alone = config.clone();
+            alone.parallelism.ep = 1;
+            let (model, plan) = one_layer(&alone, 1)?;
+            (dry_run::predict(&model.model(), &plan, 0)?.parameters - one.0) / (ep - 1)
+        }
+    };
     counts.kept = (two.1 - one.1).max(0.0);
     counts.working = (one.1 - counts.kept).max(0.0);
     let tokens = config.training.micro_batch_size * config.model.seq_len / parallel.cp;

@@ -3,10 +3,12 @@
 
 mod cluster;
 mod count;
+mod disturbance;
 mod error;
 pub mod fit;
 pub mod goodput;
 pub mod measure;
+pub mod memory;
 mod plan;
 mod predict;
 pub mod search;

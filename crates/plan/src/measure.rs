@@ -7,9 +7,12 @@
 //! ```
 //!
 //! All cores are busy at once, so that cores which are two threads of one, or share a cache or a limit of power, are
-//! measured as a run finds them. It takes a few seconds, on a machine that does nothing else.
+//! measured as a run finds them. Other programs and virtual machines only slow a step down, so of equal steps the
+//! fastest counts. It takes a few seconds, on a machine that does nothing else; [`Disturbance`] says whether it did.
 
 use crate::cluster::{Card, Cluster, Cores};
+pub use crate::disturbance::Disturbance;
+use crate::disturbance::Watch;
 use crate::error::PlanError;
 use crate::plan::Keys;
 use crate::table::configured;
@@ -30,7 +33,7 @@ pub const MODELS: [[usize; 4]; 4] = [[64, 2, 64, 2], [128, 4, 128, 2], [256, 4, 
 const LAYERS: usize = 2;
 
 /// Steps that are measured of each model, after one that is not.
-const STEPS: usize = 4;
+const STEPS: usize = 6;
 
 /// Elements of the sums of buffers: of the latency, and of the rate.
 const SUMS: [usize; 2] = [1, 1 << 20];
@@ -38,11 +41,14 @@ const SUMS: [usize; 2] = [1, 1 << 20];
 /// Sums of each.
 const TIMES: usize = 40;
 
-/// Steps as measured: the seconds of each but the first, and every rank's spans of them.
+/// Steps as measured, of which the fastest counts.
 #[derive(Debug)]
 pub struct Steps {
-    /// The median of the slowest rank's seconds.
+    /// Seconds of the fastest, on its slowest rank.
     pub seconds: f64,
+    /// How many times as long the slowest took.
+    pub spread: f64,
+    /// Every rank's spans of the fastest.
     spans: Vec<Vec<Span>>,
 }
 
@@ -67,10 +73,21 @@ pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, Pla
             probe.step(step as u64 + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
             times.push(begun.elapsed().as_secs_f64());
         }
-        Ok::<_, TrainError>((median(times.split_off(1)), probe.track(&rank).map_or(Vec::new(), |track| track.spans)))
+        Ok::<_, TrainError>((times.split_off(1), probe.track(&rank).map_or(Vec::new(), |track| track.spans)))
     })?;
-    let (seconds, spans): (Vec<f64>, Vec<Vec<Span>>) = ends.into_iter().unzip();
-    Ok(Steps { seconds: seconds.into_iter().fold(0.0, f64::max), spans })
+    let (times, spans): (Vec<Vec<f64>>, Vec<Vec<Span>>) = ends.into_iter().unzip();
+    let each: Vec<f64> = (0..count).map(|step| times.iter().map(|of_rank| of_rank[step]).fold(0.0, f64::max)).collect();
+    let fastest = (0..count).min_by(|&a, &b| each[a].total_cmp(&each[b])).unwrap_or_default();
+    let seconds = each.get(fastest).copied().unwrap_or_default();
+    let spread = each.iter().copied().fold(0.0, f64::max) / seconds;
+    Ok(Steps { seconds, spread, spans: spans.into_iter().map(|of_rank| of_step(of_rank, fastest)).collect() })
+}
+
+/// The spans of a step, the first of which has number 0.
+fn of_step(mut spans: Vec<Span>, number: usize) -> Vec<Span> {
+    let step = spans.iter().filter(|span| span.class == Class::Step).nth(number).map(|step| step.start..=step.end);
+    spans.retain(|span| step.as_ref().is_some_and(|step| step.contains(&span.start) && step.contains(&span.end)));
+    spans
 }
 
 fn median(mut all: Vec<f64>) -> f64 {
@@ -110,6 +127,8 @@ struct Work {
     launches: Spent,
     /// Steps, with the time outside of forward and backward.
     update: Spent,
+    /// Nanoseconds of waits for other ranks.
+    waits: f64,
 }
 
 impl Work {
@@ -122,7 +141,8 @@ impl Work {
             for slice in slices {
                 let nanos = slice.duration();
                 match (slice.kind, slice.span.class) {
-                    (SliceKind::Waiting | SliceKind::Hidden, _) | (_, Class::Post | Class::Wait) => {}
+                    (SliceKind::Waiting, _) => self.waits += nanos as f64,
+                    (SliceKind::Hidden, _) | (_, Class::Post | Class::Wait) => {}
                     _ if !inside(slice.start) => self.update.add(0.0, nanos),
                     (SliceKind::Rest, _) => self.launches.add(0.0, nanos),
                     (_, class) => {
@@ -150,30 +170,36 @@ impl Work {
 }
 
 /// Measures this machine by models of these sizes, usually [`MODELS`], the largest last: its [`pool::threads`] as the
-/// cards of a cluster. `progress` hears what is done, how many, and of how many.
+/// cards of a cluster, and what disturbed it. `progress` hears what is done, how many, and of how many.
 ///
 /// # Errors
 /// A step that fails.
-pub fn measure(models: &[[usize; 4]], progress: &mut dyn FnMut(&str, usize, usize)) -> Result<Cluster, PlanError> {
-    let cores = pool::threads();
+pub fn measure(
+    models: &[[usize; 4]],
+    progress: &mut dyn FnMut(&str, usize, usize),
+) -> Result<(Cluster, Disturbance), PlanError> {
+    let (cores, watch) = (pool::threads(), Watch::begin());
     let mut all = Work::default();
-    let (mut alone, mut busy, mut each) = (0.0, 0.0, 0.0);
+    // Of the largest model: its update is bound by memory, its operations are long enough to be shared, and its buffers
+    // are as large as those of models that one trains.
+    let (mut largest, mut alone, mut parameters, mut spread) = (Work::default(), 0.0, 1.0, 1.0_f64);
     for (at, &sizes) in models.iter().enumerate() {
         progress("training small models", at, models.len());
-        let mut own = Work::default();
         let config = model(sizes, cores)?;
         let run = steps(&config, STEPS, true)?;
-        own.add(&run.spans);
         all.add(&run.spans);
         if at + 1 == models.len() {
-            // The largest model: its update is bound by memory, and its operations are long enough to be shared.
-            alone = steps(&model(sizes, 1)?, STEPS, false)?.seconds;
-            busy = own.seconds() / own.update.amount;
-            let parameters = meshwork_train::plan::predict(&config, 0)?.parameters;
-            each = own.update.nanos * 1e-9 / own.update.amount / parameters as f64;
+            largest.add(&run.spans);
+            let one = steps(&model(sizes, 1)?, STEPS, false)?;
+            alone = one.seconds;
+            parameters = meshwork_train::plan::predict(&config, 0)?.parameters as f64;
+            spread = run.spread.max(one.spread);
         }
     }
     progress("training small models", models.len(), models.len());
+    let busy = largest.seconds() / largest.update.amount;
+    let each = largest.update.nanos * 1e-9 / largest.update.amount / parameters;
+    let uneven = largest.waits * 1e-9 / largest.seconds();
     let help = (busy / alone).clamp(1.0, cores as f64);
     let [latency, long] = if cores > 1 { sums(cores)? } else { [0.0, 0.0] };
     // Of all members but one, twice: a sum scatters and gathers.
@@ -184,12 +210,13 @@ pub fn measure(models: &[[usize; 4]], progress: &mut dyn FnMut(&str, usize, usiz
     let memory = memory_left().map_or(f64::MAX.sqrt(), |bytes| bytes as f64) / cores as f64;
     let constants = [
         ("attention", all.attention.rate() / peak),
-        ("launch", all.launches.nanos * 1e-9 / all.launches.amount),
+        ("launch", largest.launches.nanos * 1e-9 / largest.launches.amount),
         ("latency", latency),
         ("far_latency", latency),
         ("optimizer", each * bandwidth),
     ];
-    Ok(Cluster {
+    let disturbance = watch.end(spread);
+    let cluster = Cluster {
         name: "this machine".into(),
         hosts: 1,
         cards_per_host: cores,
@@ -198,10 +225,13 @@ pub fn measure(models: &[[usize; 4]], progress: &mut dyn FnMut(&str, usize, usiz
         between: link,
         host: bandwidth,
         price: None,
-        source: "measured by `cargo run --release --example plan -- --measure FILE`, all cores busy".into(),
-        cores: Some(Cores { count: cores, help }),
+        source: format!(
+            "measured by `cargo run --release --example plan -- --measure FILE`, all cores busy; {disturbance}"
+        ),
+        cores: Some(Cores { count: cores, help, uneven }),
         constants: constants.map(|(name, value)| (name.to_owned(), value)).into(),
-    })
+    };
+    Ok((cluster, disturbance))
 }
 
 /// A model of these sizes over `dp` ranks.

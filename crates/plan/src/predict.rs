@@ -10,6 +10,7 @@ use crate::cluster::Cluster;
 use crate::count::{Counter, Counts, Passes, Work};
 use crate::error::PlanError;
 use crate::system::{Constants, Memory, System};
+use meshwork_core::Axis;
 use meshwork_pipeline::{Costs, Schedule, Shape, Timeline, by_name, simulate};
 use meshwork_train::config::{Config, Dtype, OffloadWord, RecomputeWord, Recomputed};
 use meshwork_train::plan;
@@ -178,6 +179,20 @@ impl Job {
         (seconds, rates.memory(layers / parallel.pp as f64))
     }
 
+    /// Bytes of the weights, gradients and states of the optimizer of the fullest rank, by the counts of a layer.
+    pub fn state_bytes(&self, system: &System, cluster: &Cluster) -> f64 {
+        Rates { system, constants: &system.constants, cluster, job: self }.states()
+    }
+
+    /// Bytes that the fullest rank sends to those with the same parameters, for the sums of its gradients and the
+    /// gathers of its weights: in each step without ZeRO and in stage 1.
+    pub fn gradient_bytes(&self, system: &System, cluster: &Cluster) -> f64 {
+        let rates = Rates { system, constants: &system.constants, cluster, job: self };
+        let (parameters, [all, experts]) = (rates.parameters(), rates.replicas().map(|ranks| ranks.len() as f64));
+        let of = |number: f64, ranks: f64| 2.0 * rates.element() * number * (ranks - 1.0) / ranks;
+        of(parameters.dense, all) + of(parameters.experts, experts)
+    }
+
     /// Bytes of the fullest rank as `--steps 0` predicts them: a dry run of a whole step of one rank of each stage. The
     /// first of the ranks along tp, cp, dp and ep has the largest parts.
     ///
@@ -195,6 +210,14 @@ impl Job {
         }
         Ok(*self.dry.get_or_init(|| most as f64))
     }
+}
+
+/// Numbers of parameters: those that all ranks along dp and cp have, and those that only ranks with the same experts
+/// have.
+#[derive(Clone, Copy, Debug)]
+struct Parameters {
+    dense: f64,
+    experts: f64,
 }
 
 struct Rates<'a> {
@@ -314,31 +337,48 @@ impl Rates<'_> {
         config.training.micro_batch_size * config.model.num_heads / config.parallelism.tp
     }
 
-    /// World ranks that share the vectors of a rank's parameters: along dp and cp.
-    fn replicas(&self) -> Vec<usize> {
+    /// World ranks with the same parameters as the first one, along dp and cp, and those of them with the same experts.
+    fn replicas(&self) -> [Vec<usize>; 2] {
         let parallel = &self.job.config.parallelism;
-        (0..parallel.dp * parallel.cp).map(|rank| rank * parallel.tp).collect()
+        let all: Vec<usize> = (0..parallel.dp * parallel.cp).map(|rank| rank * parallel.tp).collect();
+        let Some(mesh) = parallel.mesh().ok().filter(|_| self.job.counts.experts > 0) else {
+            return [all.clone(), all];
+        };
+        let experts = mesh.expert_axes();
+        let axes =
+            [Axis::Cp, Axis::Cep, Axis::Dp].into_iter().filter(|axis| !experts.iter().any(|other| other == axis));
+        [all, mesh.group(0, &axes.collect::<Vec<_>>())]
     }
 
-    /// Seconds in which a rank sends `bytes` to others of its replicas.
-    fn among_replicas(&self, bytes: f64) -> f64 {
-        let members = self.replicas();
-        let count = members.len() as f64;
-        if members.len() < 2 {
-            return 0.0;
+    /// Seconds in which a rank sends so many bytes for each of its parameters to its replicas.
+    fn among_replicas(&self, parameters: Parameters, bytes: f64) -> f64 {
+        let each = self.replicas().into_iter().zip([parameters.dense, parameters.experts]);
+        each.filter(|(members, number)| members.len() > 1 && *number > 0.0)
+            .map(|(members, number)| {
+                let count = members.len() as f64;
+                let (rate, far) = self.cluster.rate(&members);
+                let (share, latency) = if far {
+                    (self.constants.gradients, self.constants.far_latency)
+                } else {
+                    (self.constants.inside, self.constants.latency)
+                };
+                latency + bytes * number * (count - 1.0) / count / (rate * share)
+            })
+            .sum()
+    }
+
+    /// Parameters of which a rank holds its share, from this stage of ZeRO on.
+    fn held(&self, parameters: Parameters, from: usize) -> f64 {
+        if self.job.config.parallelism.zero_stage < from {
+            return parameters.dense + parameters.experts;
         }
-        let (rate, far) = self.cluster.rate(&members);
-        let (share, latency) = if far {
-            (self.constants.gradients, self.constants.far_latency)
-        } else {
-            (self.constants.inside, self.constants.latency)
-        };
-        latency + bytes * (count - 1.0) / count / (rate * share)
+        let [all, experts] = self.replicas().map(|ranks| ranks.len() as f64);
+        parameters.dense / all + parameters.experts / experts
     }
 
     /// A layer's pass with the gathers and scatters of its weights: what is not hidden, and what slows the pass down.
     /// FSDP has them in every stage; others gather weights in stage 3, and scatter gradients from stage 2 on.
-    fn sharded(&self, work: &Work, parameters: f64, backward: bool) -> Time {
+    fn sharded(&self, work: &Work, parameters: Parameters, backward: bool) -> Time {
         let mut time = self.pass(work);
         let (stage, by_layer) = (self.job.config.parallelism.zero_stage, self.system.by_layer);
         let gathers = stage > 2 || (by_layer && !backward);
@@ -346,8 +386,8 @@ impl Rates<'_> {
         if !gathers && !scatters {
             return time;
         }
-        let gather = self.among_replicas(parameters * self.element());
-        let mut left = time.seconds;
+        let gather = self.among_replicas(parameters, self.element());
+        let mut left = if self.system.overlaps || by_layer { time.seconds } else { 0.0 };
         for (name, done) in [("all_gather", gathers), ("reduce_scatter", scatters)] {
             if done {
                 let hidden = gather.min(left);
@@ -362,11 +402,12 @@ impl Rates<'_> {
     /// behind them.
     fn parts(&self) -> [[Time; 2]; 3] {
         let counts = &self.job.counts;
-        let [inner, outer] = counts.parameters.map(|number| number as f64);
+        let half = Parameters { dense: counts.parameters[1] as f64 / 2.0, experts: 0.0 };
+        let parameters = [half, self.layer(), half];
         let of = |part: usize, backward: bool| {
             let passes: &Passes = &counts.parts[part];
             let work = if backward { &passes.backward } else { &passes.forward };
-            self.sharded(work, [outer / 2.0, inner, outer / 2.0][part], backward)
+            self.sharded(work, parameters[part], backward)
         };
         [0, 1, 2].map(|part| [of(part, false), of(part, true)])
     }
@@ -439,7 +480,7 @@ impl Rates<'_> {
     /// Seconds of a message between two stages.
     fn message(&self) -> f64 {
         let parallel = &self.job.config.parallelism;
-        let next = self.replicas().len() * parallel.tp;
+        let next = parallel.dp * parallel.cp * parallel.tp;
         let (rate, far) = self.cluster.rate(&[0, next]);
         let (share, latency) = if far {
             (self.constants.between, self.constants.far_latency)
@@ -450,12 +491,18 @@ impl Rates<'_> {
         latency + self.job.counts.message / parts as f64 * self.element() / (rate * share)
     }
 
+    /// Parameters of a layer on a rank.
+    fn layer(&self) -> Parameters {
+        let experts = self.job.counts.experts as f64;
+        Parameters { dense: self.job.counts.parameters[0] as f64 - experts, experts }
+    }
+
     /// Parameters of the fullest rank.
-    fn parameters(&self) -> f64 {
-        let config = &self.job.config;
-        let [inner, outer] = self.job.counts.parameters.map(|number| number as f64);
-        let pp = config.parallelism.pp;
-        (config.model.num_layers as f64 / pp as f64).ceil() * inner + outer
+    fn parameters(&self) -> Parameters {
+        let (config, layer) = (&self.job.config, self.layer());
+        let layers = (config.model.num_layers as f64 / config.parallelism.pp as f64).ceil();
+        let outer = self.job.counts.parameters[1] as f64;
+        Parameters { dense: layers * layer.dense + outer, experts: layers * layer.experts }
     }
 
     /// What follows the last backward: the sum of gradients, the optimizer.
@@ -466,16 +513,15 @@ impl Rates<'_> {
     /// The same on a core of its own, where ranks share cores.
     fn update(&self) -> Time {
         let (of, parallel) = (self.constants, &self.job.config.parallelism);
-        let parameters = self.parameters();
-        let mut time = Time { seconds: of.step, exposed: BTreeMap::new() };
-        let sharded = if parallel.zero_stage > 0 { self.replicas().len() as f64 } else { 1.0 };
-        time.seconds += parameters / sharded * of.optimizer / (self.cluster.card.bandwidth * of.memory);
+        let (parameters, mut time) = (self.parameters(), Time { seconds: of.step, exposed: BTreeMap::new() });
+        let updated = self.held(parameters, 1);
+        time.seconds += updated * of.optimizer / (self.cluster.card.bandwidth * of.memory);
         if self.job.config.memory.offload == OffloadWord::Optimizer {
             // The slice of the states comes from the host and goes back, in both directions at once.
-            time.wait("offload (host)", parameters / sharded * self.system.held.states / self.cluster.host);
+            time.wait("offload (host)", updated * self.system.held.states / self.cluster.host);
         }
         if !self.system.by_layer {
-            let times = |count: f64| self.among_replicas(count * parameters * self.element());
+            let times = |count: f64| self.among_replicas(parameters, count * self.element());
             let [_, layer, _] = &self.job.counts.parts;
             let layers = (self.job.config.model.num_layers as f64 / parallel.pp as f64).ceil();
             let behind = if self.system.overlaps { layers * self.pass(&layer.backward).seconds } else { 0.0 };
@@ -492,13 +538,17 @@ impl Rates<'_> {
         time
     }
 
+    /// Bytes of the weights, gradients and states of the optimizer of the fullest card.
+    fn states(&self) -> f64 {
+        let (held, parameters) = (&self.system.held, self.parameters());
+        let states = if self.job.config.memory.offload == OffloadWord::Optimizer { 0.0 } else { held.states };
+        let of_stages = [(held.weight, 3), (held.gradient, 2), (states, 1)];
+        of_stages.map(|(bytes, stage)| bytes * self.held(parameters, stage)).iter().sum()
+    }
+
     /// Bytes of the fullest card, which holds activations of so many layers.
     fn memory(&self, layers: f64) -> f64 {
-        let (held, parallel, counts) = (&self.system.held, &self.job.config.parallelism, &self.job.counts);
-        let all = self.replicas().len() as f64;
-        let share = |stage: usize| if parallel.zero_stage >= stage { all } else { 1.0 };
-        let states = if self.job.config.memory.offload == OffloadWord::Optimizer { 0.0 } else { held.states };
-        let each = held.weight / share(3) + held.gradient / share(2) + states / share(1);
+        let (held, counts) = (&self.system.held, &self.job.counts);
         let [_, layer, _] = &counts.parts;
         // Of the layer whose backward runs, a system that gathers by layer has whole weights and gradients.
         let gathered = if self.system.by_layer {
@@ -506,7 +556,7 @@ impl Rates<'_> {
         } else {
             0.0
         };
-        self.parameters() * each
+        self.states()
             + gathered
             + (counts.kept * layers + counts.working) * held.activations
             + layer.forward.scores * held.scores

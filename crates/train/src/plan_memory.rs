@@ -1,15 +1,14 @@
-//! The predicted memory of each rank, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a
-//! limit that is too small.
+//! Settings that take less memory, each tried by a dry run: for `--plan-memory`, and the error of a limit that is too
+//! small.
 //!
-//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank
-//! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
+//! For the error the time of a step is estimated as its FLOPs, ten for each byte that a rank sends and receives, and a
+//! hundred for each that its offload moves: it only orders the settings. `--plan-memory` has the planner's times.
 
 use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
-use crate::numbers::{size, spans};
+use crate::numbers::size;
 use crate::predict::predict_all;
 use meshwork_engine::{TrainError, ZeroStage};
-use meshwork_tensor::{Category, MemoryUse};
-use std::fmt::Write;
+use meshwork_tensor::MemoryUse;
 
 /// FLOPs in the time of a byte: a machine of 100 GFLOP/s whose ranks exchange 10 GB/s.
 const FLOPS_PER_BYTE: f64 = 10.0;
@@ -32,12 +31,16 @@ const RECOMPUTE: [RecomputeWord; 5] =
     [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
 
 /// Settings with their predicted memory and time.
-struct Candidate {
-    config: Config,
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The configuration with these settings.
+    pub config: Config,
     /// The memory of the rank with the highest peak.
-    most: MemoryUse,
-    /// Estimated time of a step, in FLOPs of the slowest rank.
-    time: f64,
+    pub most: MemoryUse,
+    /// Most bytes that the offload of a rank reads and writes in a step.
+    pub moved: u64,
+    /// Time of a step, in any unit: of an estimate, in FLOPs of the slowest rank.
+    pub time: f64,
 }
 
 impl Candidate {
@@ -49,11 +52,12 @@ impl Candidate {
             let moved = equal.each.offloaded.read + equal.each.offloaded.written;
             equal.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
         });
-        Ok(Self { most, time: times.fold(0.0, f64::max), config })
+        let moved = all.iter().map(|equal| equal.each.offloaded.read + equal.each.offloaded.written).max();
+        Ok(Self { most, moved: moved.unwrap_or_default(), time: times.fold(0.0, f64::max), config })
     }
 
     /// The settings in which it differs from `base`, as one writes them.
-    fn settings(&self, base: &Config) -> String {
+    pub fn settings(&self, base: &Config) -> String {
         let words: Vec<String> =
             changes(&self.config, base).map(|(key, value)| format!("--set {key}={value}")).collect();
         if words.is_empty() { "the settings as they are".to_owned() } else { words.join(" ") }
@@ -80,7 +84,7 @@ fn changes(config: &Config, base: &Config) -> impl Iterator<Item = (&'static str
 }
 
 /// Every combination of settings that this run takes, its own first; then from what changes least.
-fn candidates(config: &Config) -> Vec<Candidate> {
+pub fn candidates(config: &Config) -> Vec<Candidate> {
     combinations(config).into_iter().filter_map(|tried| Candidate::predict(tried).ok()).collect()
 }
 
@@ -163,73 +167,10 @@ fn offloads(own: OffloadWord, aqsgd: bool) -> impl Iterator<Item = OffloadWord> 
 
 /// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold
 /// least.
-fn choose(candidates: &[Candidate], limit: u64) -> (Option<&Candidate>, Option<&Candidate>) {
+pub fn choose(candidates: &[Candidate], limit: u64) -> (Option<&Candidate>, Option<&Candidate>) {
     let fitting = candidates.iter().filter(|candidate| candidate.most.total() <= limit);
     let cheapest = fitting.min_by(|a, b| a.time.total_cmp(&b.time));
     (cheapest, candidates.iter().min_by_key(|candidate| candidate.most.total()))
-}
-
-/// Columns of the ranks in the table, and the longest [`brief`] size.
-const FIRST: usize = 8;
-const BRIEF: usize = "1023 MiB".len();
-
-/// Bytes in binary units, with three digits.
-fn brief(bytes: u64) -> String {
-    let text = size(bytes as f64);
-    match text.split_once('.') {
-        Some((whole, rest)) if whole.len() > 2 => {
-            whole.to_owned() + rest.trim_start_matches(|c: char| c.is_ascii_digit())
-        }
-        _ => text,
-    }
-}
-
-/// The text that `--plan-memory` prints.
-///
-/// # Errors
-/// As [`plan::predict`](crate::plan::predict).
-pub fn report(config: &Config) -> Result<String, TrainError> {
-    let mut text = String::from("what a rank holds when it holds most, as predicted\n\n");
-    let names: Vec<&str> = Category::ALL.iter().map(|category| category.name()).chain(["total"]).collect();
-    let mut row = |first: &str, cells: [String; Category::ALL.len() + 1]| {
-        let width = |at: usize| names[at].len().max(BRIEF) + 1;
-        let cells: String = cells.iter().enumerate().map(|(at, cell)| format!("{cell:>0$}", width(at))).collect();
-        // Many ranks have a line of their own.
-        let first = if first.len() > FIRST { format!("{first}\n{:FIRST$}", "") } else { format!("{first:FIRST$}") };
-        _ = writeln!(text, "{first}{cells}");
-    };
-    row("ranks", std::array::from_fn(|at| names[at].to_owned()));
-    for equal in predict_all(config)? {
-        let memory = equal.each.memory;
-        let bytes: Vec<u64> = memory.iter().map(|(_, bytes)| bytes).chain([memory.total()]).collect();
-        row(&spans(&equal.ranks), std::array::from_fn(|at| brief(bytes[at])));
-    }
-    let candidates = candidates(config);
-    let base = candidates.first().map_or(1.0, |own| own.time.max(1.0));
-    let line = |what: &str, candidate: &Candidate| {
-        let (settings, most) = (candidate.settings(config), size(candidate.most.total() as f64));
-        format!(
-            "{what}: {settings}\n    {most} on the fullest rank, {:.2} of the time of a step\n",
-            candidate.time / base
-        )
-    };
-    text.push('\n');
-    let (cheapest, least) = choose(&candidates, config.memory.limit().unwrap_or(u64::MAX));
-    if let Some(limit) = config.memory.limit() {
-        text += &match cheapest {
-            Some(candidate) => line(&format!("cheapest settings below {}", size(limit as f64)), candidate),
-            None => format!("no settings tried here fit {}\n", size(limit as f64)),
-        };
-    }
-    text += &least.map_or(String::new(), |least| line("least memory", least));
-    text += &format!(
-        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.loss_chunk, \
-         memory.sequence_block, memory.offload and pipeline.num_microbatches. Times are \
-         estimates: the FLOPs of a step, {FLOPS_PER_BYTE} for each byte that a rank communicates, and {FLOPS_PER_DISK_BYTE} for each that goes \
-         to a disk or comes from it.\n",
-        candidates.len()
-    );
-    Ok(text)
 }
 
 /// The fault of a limit below the predicted memory.
@@ -300,8 +241,6 @@ mod tests {
         let limit = with_all_logits.map(|candidate| candidate.most.total()).min().unwrap() - 1;
         let fault = too_large(&config(limit, small)).unwrap();
         assert!(fault.valid.starts_with("use --set ") && fault.valid.contains(words), "{fault}");
-        let text = report(&config(limit, small)).unwrap();
-        assert!(text.matches(words).count() == 2, "{text}");
         let folder = tempfile::tempdir().unwrap();
         let mut named = choose(&all, limit).0.unwrap().config.clone();
         (named.memory.limit_bytes, named.memory.offload_dir) = (limit, Some(folder.path().display().to_string()));
@@ -325,16 +264,6 @@ mod tests {
         let limit = without.map(|candidate| candidate.most.total()).min().unwrap() - 1;
         let fault = too_large(&config(limit, &small(128, 2))).unwrap();
         assert!(fault.valid.starts_with("use --set ") && fault.valid.contains(words), "{fault}");
-    }
-
-    #[test]
-    fn the_report_has_a_row_for_each_kind_of_rank_and_the_cheapest_settings() {
-        let toml = "[parallelism]\ndp = 2\npp = 2";
-        let own = candidates(&config(0, toml))[0].most.total();
-        let text = report(&config(own - 1, toml)).unwrap();
-        for word in ["parameters", "optimizer", "0-1", "2-3", "cheapest settings below", "least memory: --set "] {
-            assert!(text.contains(word), "{word} in {text}");
-        }
     }
 
     /// Offload is offered where nothing else fits, with a folder, and what is offered trains under the limit on every

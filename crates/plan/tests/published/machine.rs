@@ -61,6 +61,11 @@ fn ranks_share_cores() {
         assert!((machine.stretch(ranks) - stretch).abs() < 1e-12, "{ranks}: {}", machine.stretch(ranks));
     }
     assert_eq!(Cluster::known("dgx-h100").unwrap().stretch(8.0), 1.0);
+    // Two ranks wait for the slower core; a rank alone does not, and of more ranks than cores some always have work.
+    let uneven = Cluster { cores: Some(Cores { count: 2, help: 1.5, uneven: 0.1 }), ..machine.clone() };
+    for (ranks, stretch) in [(1.0, 1.0 / 1.5), (2.0, 1.1), (3.0, 1.5)] {
+        assert!((uneven.stretch(ranks) - stretch).abs() < 1e-12, "{ranks}: {}", uneven.stretch(ranks));
+    }
     let many = machine.of_cards(8).unwrap();
     assert_eq!((many.hosts, many.cards(), many.card.memory), (1, 8, 2e9));
 }
@@ -79,7 +84,7 @@ fn more_ranks_than_cores_gain_nothing() {
     };
     let on = |ranks: usize| machine().of_cards(ranks).unwrap();
     let (one, two) = (seconds(&[], &on(1)), seconds(&[("parallelism.dp", 2)], &on(2)));
-    let (eight, four) = (seconds(&[("parallelism.dp", 8)], &on(8)), Cores { count: 4, help: 3.0 });
+    let (eight, four) = (seconds(&[("parallelism.dp", 8)], &on(8)), Cores { count: 4, help: 3.0, uneven: 0.0 });
     assert!(two < one && one < 1.5 * two && eight >= two, "{one} {two} {eight}");
     let pipeline = [("parallelism.pp", 2)];
     let (staged, whole) = (seconds(&pipeline, &on(2)), one);
@@ -123,13 +128,53 @@ fn machines_that_contradict_themselves_are_refused() {
     assert!(fault("launch = ", "lunch = ").starts_with("x.toml: [constants] has lunch; known are products, wave"));
 }
 
+/// What `gpu-check speed` writes of a card (benches/gpu/test_check.py writes the same) is a cluster of one card; more
+/// of them need a link.
+#[test]
+fn a_card_that_gpu_check_measured_is_read() {
+    let text = include_str!("../fixtures/card.toml");
+    let cluster = Cluster::from_toml("card.toml", text).unwrap();
+    assert_eq!((cluster.cards(), cluster.card.bf16, cluster.card.memory, cluster.host), (1, 4e12, 8e9, 1e8));
+    let system = System::known(cluster.system()).unwrap().on(&cluster);
+    assert_eq!((system.name.as_str(), system.constants.products, system.constants.attention), ("meshwork", 1.0, 0.5));
+    let step = Job::new(configured(&keys(&[])).unwrap(), &mut Counter::default()).unwrap();
+    assert!(step.predict(&system, &cluster).unwrap().fits);
+    let more = |from: &str, to: &str| Cluster::from_toml("card.toml", &text.replace(from, to));
+    let fault = more("cards_per_host = 1", "cards_per_host = 2").unwrap_err().to_string();
+    assert!(fault.contains("its inside is not given") && fault.contains("scripts/gpu-check.sh speed"), "{fault}");
+    let fault = more("hosts = 1", "hosts = 2").unwrap_err().to_string();
+    assert!(fault.contains("its between is not given"), "{fault}");
+    assert_eq!(Cluster::from_toml("again.toml", &cluster.to_toml()).unwrap(), cluster);
+    assert_eq!(
+        cluster.of_cards(4).unwrap_err().to_string(),
+        "a card: 4 hosts, and their links have no number; \
+         give links.between, in bytes a second of a card, or more cards_per_host and links.inside"
+    );
+    let linked = text.replace("host = 1.000e+08", "host = 1e8\ninside = 2e8").replace("per_host = 1", "per_host = 2");
+    assert_eq!(Cluster::from_toml("card.toml", &linked).unwrap().cards(), 2);
+}
+
 /// A measured machine has what a search needs, and its file is read.
 #[test]
 fn this_machine_is_measured() {
-    let found = measure::measure(&measure::MODELS[..2], &mut |_, _, _| {}).unwrap();
+    let (found, disturbance) = measure::measure(&measure::MODELS[..2], &mut |_, _, _| {}).unwrap();
     let read = Cluster::from_toml("this.toml", &found.to_toml()).unwrap();
+    assert!(read.source.ends_with(&disturbance.to_string()) && disturbance.spread >= 1.0, "{}", read.source);
+    assert_eq!(disturbance.others.is_some(), cfg!(target_os = "linux"));
     assert_eq!(read.cores.unwrap().count, meshwork_core::pool::threads());
     assert!(read.card.products.len() > 2 && read.card.products.iter().all(|[_, rate]| *rate > 1e6));
     let names: Vec<&str> = read.constants.keys().map(String::as_str).collect();
     assert_eq!(names, ["attention", "far_latency", "latency", "launch", "optimizer"]);
+}
+
+/// Programs that take the cores while a machine is measured are noticed.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_machine_that_is_busy_says_so() {
+    let spin = || std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+    let mut others: Vec<_> = (0..meshwork_core::pool::threads()).map(|_| spin()).collect();
+    let measured = measure::measure(&measure::MODELS[1..2], &mut |_, _, _| {});
+    others.iter_mut().for_each(|other| other.kill().and_then(|()| other.wait()).map(drop).unwrap());
+    let warning = measured.unwrap().1.warning().unwrap();
+    assert!(warning.starts_with("this machine was busy: other programs took "), "{warning}");
 }

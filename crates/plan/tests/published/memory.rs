@@ -1,9 +1,11 @@
-//! The memory of the system `meshwork` is what `--steps 0` predicts, to the byte.
+//! The memory of the system `meshwork` is what `--steps 0` predicts, to the byte; and `--plan-memory`.
 
 use meshwork_plan::search::assigned;
 use meshwork_plan::table::configured;
-use meshwork_plan::{Cluster, Counter, Job, System};
+use meshwork_plan::{Cluster, Counter, Job, System, memory::report};
+use meshwork_train::config::{Config, RecomputeWord, Recomputed};
 use meshwork_train::plan::memory;
+use meshwork_train::plan_memory::candidates;
 
 /// Degrees of dp, tp, pp and cp, and keys that change what a rank holds.
 type Case = ([i64; 4], &'static [(&'static str, &'static str)]);
@@ -45,5 +47,117 @@ fn the_planner_and_a_dry_run_of_all_ranks_agree_to_the_byte() {
         let most = memory(&config).unwrap().iter().map(|of_rank| of_rank.total()).max().unwrap();
         let step = Job::new(config, &mut Counter::default()).unwrap().predict(&system, &cluster).unwrap();
         assert_eq!(step.memory, most as f64, "dp={dp}, tp={tp}, pp={pp}, cp={cp}, {more:?}");
+    }
+}
+
+fn limited(limit: u64, rest: &str) -> Config {
+    Config::from_toml(&format!("[memory]\nlimit_bytes = {limit}\n[training]\nglobal_batch_size = 8\n{rest}")).unwrap()
+}
+
+/// A row for each kind of rank, the settings of the least memory, and the fastest that fit: their bytes are those of a
+/// dry run, and below the limit.
+#[test]
+fn plan_memory_has_a_row_for_each_kind_of_rank_and_the_cheapest_settings() {
+    let mesh = "[parallelism]\ndp = 2\npp = 2\n[model]\nnum_layers = 2";
+    let all = candidates(&limited(0, mesh));
+    let text = report(&limited(all[0].most.total() - 1, mesh)).unwrap();
+    for word in [
+        "parameters",
+        "optimizer",
+        "0-1",
+        "2-3",
+        "cheapest settings below",
+        "least memory: --set ",
+        "Times are those of the planner, for cores",
+    ] {
+        assert!(text.contains(word), "{word} in {text}");
+    }
+    // Recomputation takes time that ZeRO does not take, and a disk takes more than both.
+    let named = text.lines().skip_while(|line| !line.starts_with("cheapest"));
+    let named: String = named.take_while(|line| !line.starts_with("least")).collect::<Vec<_>>().join(" ");
+    assert!(named.contains("zero_stage=") && !named.contains("offload") && !named.contains("recompute"), "{named}");
+}
+
+/// A limit that only the logits of a few tokens fit has them in both places.
+#[test]
+fn plan_memory_proposes_the_logits_of_a_few_tokens() {
+    let small = "steps = 1\n[model]\nvocab_size = 4096\nnum_layers = 1\nhidden_size = 16\nnum_heads = 2\nseq_len = 32";
+    let all = candidates(&limited(0, small));
+    let with_all_logits = all.iter().filter(|candidate| candidate.config.memory.loss_chunk == 0);
+    let limit = with_all_logits.map(|candidate| candidate.most.total()).min().unwrap() - 1;
+    let text = report(&limited(limit, small)).unwrap();
+    assert_eq!(text.matches("--set memory.loss_chunk=8").count(), 2, "{text}");
+}
+
+/// More of a card's links and bandwidth is another machine, and its times are told as such.
+#[test]
+fn plan_memory_has_the_times_of_the_card_that_is_named() {
+    let mut config = limited(0, "[parallelism]\ndp = 2\n[model]\nnum_layers = 2");
+    config.device = meshwork_train::config::Device::parse("cuda:h200").unwrap();
+    // Nothing is left to recompute, which leaves a fifth of the settings.
+    config.memory.recompute = Recomputed::Word(RecomputeWord::Stage);
+    let text = report(&config).unwrap();
+    assert!(text.contains("Times are those of the planner, for NVIDIA H200 SXM 141 GB"), "{text}");
+}
+
+/// Ranks of ep share the sums and ZeRO's parts of dense parameters, and those of experts only with ranks that have the
+/// same ones: states and bytes of gradients are those of a dry run.
+#[test]
+fn estimates_of_experts_agree_with_a_dry_run_to_the_byte() {
+    const LAYERS: i64 = 3;
+    const EXPERTS: i64 = 4;
+    // A router's balance of experts is no parameter that is trained: the dry run has its weights alone.
+    let untrained = (LAYERS * EXPERTS) as f64;
+    let cluster = Cluster::known("cores").unwrap();
+    for ([dp, ep, tp, cp], stage) in [
+        ([4, 2, 1, 1], 0),
+        ([4, 2, 1, 1], 1),
+        ([4, 2, 1, 1], 2),
+        ([8, 2, 1, 1], 3),
+        ([4, 2, 2, 1], 1),
+        ([2, 2, 1, 2], 1),
+    ] {
+        let mut keys: std::collections::BTreeMap<String, toml::Value> = [
+            ("parallelism.dp", dp),
+            ("parallelism.ep", ep),
+            ("parallelism.tp", tp),
+            ("parallelism.cp", cp),
+            ("parallelism.zero_stage", stage),
+            ("moe.num_experts", EXPERTS),
+            ("training.global_batch_size", 8),
+            ("training.steps", 0),
+            ("model.num_layers", LAYERS),
+            ("model.vocab_size", 256),
+            ("model.seq_len", 64),
+        ]
+        .map(|(key, value)| (key.to_owned(), toml::Value::Integer(value)))
+        .into();
+        keys.insert("training.micro_batch_size".into(), 1.into());
+        let case = format!("dp={dp}, ep={ep}, tp={tp}, cp={cp}, stage {stage}");
+        let config = configured(&keys).unwrap();
+        let dry = meshwork_train::plan::predict(&config, 0).unwrap();
+        let job = Job::new(config, &mut Counter::default()).unwrap();
+        let mut system = System::known("meshwork-cpu").unwrap();
+        let ranks = (dp * cp) as f64;
+        let share = |from: i64| if stage < from { 1.0 } else { ranks };
+        let mut more = 4.0 / share(3) + 8.0 / share(1) - 4.0;
+        // With ZeRO gradients are buffers that a dry run does not count among what a rank always holds.
+        if stage > 0 {
+            system.held.gradient = 0.0;
+        } else {
+            more += 4.0;
+        }
+        let states = job.state_bytes(&system, &cluster);
+        assert!(
+            (states - untrained * more - dry.model_bytes as f64).abs() < 0.5,
+            "{case}: {states} {}",
+            dry.model_bytes
+        );
+        if stage < 2 {
+            let of_layers = ["ep", "tp", "cp"]; // gradients are summed by others, in pieces of many elements
+            let sums = dry.records.iter().filter(|sum| sum.elements > 64 && !of_layers.contains(&&*sum.group));
+            let (sent, own) = (sums.map(|sum| sum.bytes()).sum::<f64>(), job.gradient_bytes(&system, &cluster));
+            assert!((own - 8.0 * untrained * (ranks - 1.0) / ranks - sent).abs() < 0.5, "{case}: {own} {sent}");
+        }
     }
 }

@@ -79,8 +79,19 @@ fn plans_that_are_not_simulated_are_behind() {
 /// A better cluster never has a slower best plan.
 #[test]
 fn more_bandwidth_memory_or_operations_never_have_a_slower_best_plan() {
+    never_slower(&narrow());
+}
+
+/// The same of a model with experts, whose meshes have ep.
+#[test]
+fn more_of_anything_never_has_a_slower_best_plan_of_experts() {
+    let mut keys = narrow();
+    keys.extend([("moe.num_experts".to_owned(), 4.into()), ("parallelism.pp".to_owned(), 1.into())]);
+    never_slower(&keys);
+}
+
+fn never_slower(keys: &Keys) {
     let mut counter = Counter::default();
-    let keys = narrow();
     type Change = fn(&mut Cluster, f64);
     let changes: [(&str, Change); 6] = [
         ("bf16", |more, by| more.card.bf16 *= by),
@@ -96,12 +107,12 @@ fn more_bandwidth_memory_or_operations_never_have_a_slower_best_plan() {
             let mut plain = cluster();
             plain.card.memory = memory;
             plain.between *= slow;
-            let before = found(&keys, &quick(), &plain, 1, &mut counter);
+            let before = found(keys, &quick(), &plain, 1, &mut counter);
             for (what, change) in changes {
                 for by in [1.1, 4.0] {
                     let mut more = plain.clone();
                     change(&mut more, by);
-                    let after = found(&keys, &quick(), &more, 1, &mut counter);
+                    let after = found(keys, &quick(), &more, 1, &mut counter);
                     match (before.best.first(), after.best.first()) {
                         (Some(before), Some(after)) => {
                             let (own, other) = (after.step.seconds, before.step.seconds);
