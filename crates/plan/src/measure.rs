@@ -199,7 +199,7 @@ pub fn measure(
     progress("training small models", models.len(), models.len());
     let busy = largest.seconds() / largest.update.amount;
     let each = largest.update.nanos * 1e-9 / largest.update.amount / parameters;
-    let uneven = largest.waits * 1e-9 / largest.seconds();
+    let uneven = (largest.waits * 1e-9 / largest.seconds()).clamp(0.0, 1.0);
     let help = (busy / alone).clamp(1.0, cores as f64);
     let [latency, long] = if cores > 1 { sums(cores)? } else { [0.0, 0.0] };
     // Of all members but one, twice: a sum scatters and gathers.

@@ -1,7 +1,7 @@
 //! What each rank holds, and the settings that hold less, with the planner's times: `--plan-memory`.
 //!
 //! Bytes are those of dry runs of whole steps. Times are predicted for the card that `--device` names, or for cores
-//! whose rates are stated (`clusters/cores.toml`); every rank has one of its own.
+//! whose rates are stated (`clusters/cores.toml`). Every rank has a card or a core of its own.
 
 use crate::cluster::{Cluster, Cores};
 use crate::count::Counter;
