@@ -20,8 +20,8 @@ def write_results(path, results, lines):
 
 
 def examples(folder, kind, longest):
-    """A file in `folder` of 2,000 examples, or pairs where `kind` is "dpo", of at most `longest` bytes: lengths are spread as those of
-    public sets of instructions are, most of them far below the longest (log-normal, a median of a quarter of it)."""
+    """A file in `folder` of 2,000 examples, or pairs where `kind` is "dpo", of at most `longest` bytes, a prompt with one answer: lengths
+    are spread as those of public sets of instructions are, most of them far below the longest (log-normal, a median of a quarter of it)."""
     path = folder / f"{kind}-{longest}.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ collective `{"op", "bytes", "us"}` (with `"error"`, of what it gives), matrix pr
 
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -118,7 +119,8 @@ class Programs:
     def data(self, size):
         """The file that both sides train on: random tokens, or the examples that the size names."""
         if "examples" in size:
-            return examples(self.folder, size["examples"], size["seq_len"])
+            pairs = size["examples"] == "dpo"  # two answers share a row
+            return examples(self.folder, size["examples"], size["seq_len"] // (2 if pairs else 1))
         return random_tokens(self.folder, size["vocab_size"])
 
     def job(self, processes, text, size, cores):
@@ -201,13 +203,16 @@ def measure(command):
         finally:
             timer.cancel()
             child.stdout.close()
+        complaints.seek(0)
+        told = complaints.read()
         if child.returncode:
-            complaints.seek(0)
-            raise Failed(f"{command}\nended with {child.returncode}: {complaints.read()[-2000:]}")
+            raise Failed(f"{command}\nended with {child.returncode}: {told[-2000:]}")
+    rows = re.search(r"([0-9.]+)% full", told)  # of packed rows, whose padding counts nothing
+    full = float(rows[1]) / 100 if rows else 1
     if command.tokens:
         if len(steps) <= command.warmup:
             raise Failed(f"{command}\nreported {len(steps)} steps")
-        measured["tokens_per_s"] = command.tokens / statistics.median(steps[command.warmup :])
+        measured["tokens_per_s"] = command.tokens * full / statistics.median(steps[command.warmup :])
     measured["peak_rss_mib"] = usage.ru_maxrss / 1024
     return measured
 

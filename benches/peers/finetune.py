@@ -3,7 +3,7 @@
 `--dpo --lora N`: pairs of answers, by adapters of rank N of peft; without them the model is the frozen one.
 
 Examples are padded to the longest of their batch, which attention and the loss leave out: what PyTorch's fused attention
-takes on a CPU. A step is as many tokens of examples as the work has in its batch, or its batch of pairs."""
+takes on a CPU. A step is as many tokens of examples, or of both answers of pairs, as the work has in its batch."""
 
 import json
 import time
@@ -40,12 +40,17 @@ def padded(examples):
     return tokens, torch.tensor([targets + [IGNORED] * (longest - len(targets)) for _, targets in examples])
 
 
+def count(it):
+    """The tokens of an example: of both answers of a pair."""
+    return sum(len(targets) for _, targets in it)
+
+
 def batches(examples):
     """Batches of examples whose tokens are those of a step, or almost; again and again."""
-    order = sorted(examples, key=lambda it: len(it[0])) if args.grouped else examples
+    order = sorted(examples, key=count) if args.grouped else examples
     made, batch, held = [], [], 0
     for it in order:
-        batch, held = batch + [it], held + len(it[1])
+        batch, held = batch + [it], held + count(it)
         if held >= work.batch * work.seq_len:
             made, batch, held = made + [batch], [], 0
     if args.grouped:  # long and short ones in turn
@@ -62,8 +67,7 @@ def log_probabilities(tokens, targets):
 
 
 def preference(pairs, beta=0.1):
-    chosen, rejected = ([example(line, answer) for line in pairs] for answer in ["chosen", "rejected"])
-    tokens, targets = padded(chosen + rejected)
+    tokens, targets = padded([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs])
     with torch.no_grad(), model.disable_adapter():
         frozen = log_probabilities(tokens, targets)
     rewards = beta * (log_probabilities(tokens, targets) - frozen)
@@ -73,20 +77,17 @@ def preference(pairs, beta=0.1):
 
 with open(work.tokens, encoding="utf-8") as file:
     lines = [json.loads(line) for line in file]
-if args.dpo:
-    steps = (lines[at * work.batch : (at + 1) * work.batch] for at in range(work.steps))
-else:
-    steps = batches([example(line, "completion") for line in lines])
-for step, batch in zip(range(work.steps), steps):
+answers = ["chosen", "rejected"] if args.dpo else ["completion"]
+for step, batch in zip(range(work.steps), batches([[example(line, answer) for answer in answers] for line in lines])):
     start = time.perf_counter()
     if args.dpo:
-        loss, share = preference(batch), 1
+        loss = preference(batch)
     else:
-        tokens, targets = padded(batch)
+        tokens, targets = padded(sum(batch, []))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        share = sum(len(targets) for _, targets in batch) / (work.batch * work.seq_len)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), gpt.MAX_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    share = sum(map(count, batch)) / (work.batch * work.seq_len)
     program.report(step, (time.perf_counter() - start) / share, loss.item())

@@ -311,3 +311,5 @@ KERNEL attention_group_sum(const float* from, float* to, i64 to_row, i64 rows, i
     for (i64 head = g * group; head < (g + 1) * group; head++) tree.push(from[(row * heads + head) * head_dim + e]);
     to[row * to_row + (first + g) * head_dim + e] = tree.finish();
 }
+
+#undef TILE  // other files have tiles of their own

@@ -4,11 +4,13 @@
 //
 // Shapes    logits [rows, pitch], whose columns skipped .. skipped + width are this shard: first `valid` words, from
 //           word `first` on, then padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows
-//           / samples rows each. A negative target masks its row.
+//           / samples rows each. A negative target masks its row. Of groups: values, ids [samples, places], sums
+//           [samples, groups] in f64, where a negative id is of no group.
 // Geometry gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh). Statistics: the same with
 //           8 threads in place of a half warp, two lanes each; blocks of 128 threads, of 256 for rows of more than
 //           16,384 words, of 512 for more than 32,768: two such blocks fit on an SM with 228 KiB. Rescaling and lse: one
-//           thread per row; the loss: one warp per sample.
+//           thread per row; the loss: one warp per sample; sums of groups: one thread per group, their gradient: one per
+//           place.
 // Bytes     statistics 4 valid read per element, gradient 4 read and 4 written; half where logits have 16 bits (_16).
 //           Exponentials need the maximum of the row first, so a row is kept in shared memory between the search for
 //           the maximum and the sum: its first 24,768 words, or 49,536 of 16 bits. The rest is read once more. Rows in
@@ -183,6 +185,26 @@ KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum
         }
     }
     if (live && lane == 0) loss[sample] = total;
+}
+
+// For each group of each sample the sum over the places with its number, in order. `count` is of all groups.
+KERNEL group_sums_forward(const double* values, const int* ids, double* sums, i64 places, i64 groups, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 first = at / groups * places, group = at % groups;
+    double sum = 0.0;
+    for (i64 place = first; place < first + places; place++) {
+        if (ids[place] == group) sum += values[place];
+    }
+    sums[at] = sum;
+}
+
+// The gradient of the values: of each place its group's, 0 where it has none. `count` is of all places.
+KERNEL group_sums_backward(const double* dsums, const int* ids, double* dvalues, i64 places, i64 groups, i64 count) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 group = ids[at];
+    dvalues[at] = group >= 0 && group < groups ? dsums[at / places * groups + group] : 0.0;
 }
 
 // The gradient, in place of the logits; zero in masked rows and padding.

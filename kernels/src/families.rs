@@ -366,6 +366,10 @@ kernels! {
     cross_entropy_larger(Out F32 max, In F32 other, Value I64 rows) in cross_entropy, ELEMENTS;
     cross_entropy_rescale(In F32 local, In F32 global, Out F32 sum, Value I64 rows) in cross_entropy, ELEMENTS;
     cross_entropy_lse(In F32 max, In F32 sum, Out F32 lse, Value I64 rows) in cross_entropy, ELEMENTS;
+    group_sums_forward(In F64 values, In I32 ids, Out F64 sums, Value I64 places, Divisor I64 groups,
+        Value I64 count) in cross_entropy, ELEMENTS;
+    group_sums_backward(In F64 dsums, In I32 ids, Out F64 dvalues, Divisor I64 places, Value I64 groups,
+        Value I64 count) in cross_entropy, ELEMENTS;
     cross_entropy_loss(In I32 targets, In F32 max, In F32 sum, In F32 target, Out F64 loss, Divisor I64 samples,
         Value I64 rows) in cross_entropy, Geometry::Warps;
     cross_entropy_backward(Out T logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped,
@@ -691,10 +695,10 @@ kernels! {
     correct_rows(In F32 logits, In I32 targets, Value I64 width, Out I32 right,
         Value I64 rows) in squared_error, Geometry::Warps;
     correct_counts(In I32 right, Out F64 out, Value I64 samples, Value I64 each) in squared_error, Geometry::Warps;
-    preference_forward(In F64 losses, In F64 reference, Out F64 out, Value F64 beta, Value F64 smoothing,
-        Value I64 number, Value I64 pairs) in preference, ELEMENTS;
-    preference_backward(In F64 losses, In F64 reference, In F64 dloss, Out F64 dlosses, Value F64 beta,
-        Value F64 smoothing, Value I64 pairs) in preference, ELEMENTS;
+    preference_forward(In F64 losses, In F64 reference, In I32 pairs, Out F64 out, Value F64 beta, Value F64 smoothing,
+        Value I64 number, Value I64 answers, Value I64 samples) in preference, ELEMENTS;
+    preference_backward(In F64 losses, In F64 reference, In I32 pairs, In F64 dloss, Out F64 dlosses, Value F64 beta,
+        Value F64 smoothing, Value I64 answers, Value I64 samples) in preference, ELEMENTS;
     check_positions(In I32 positions, Out I64 found, Value I64 count, Divisor I64 seq) in documents, Geometry::Columns;
     document_starts(In I32 positions, Out I32 checked, Out I32 first, Value I64 count,
         Divisor I64 seq) in documents, ELEMENTS;

@@ -223,11 +223,11 @@ pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["choice_parts", "choice_places"], "a warp counts its part of the choices, 32 at a time: ballots"),
     (&["choice_counts", "choice_loads"], "sums over parts, a few numbers for each id"),
     (&["exact_squares", "exact_squares_sum", "set_squares_exact", "exact_values"], "additions of integers of 64 bits to digits, several an element"),
-    (&["cross_entropy_loss", "squared_error", "correct_counts", "sum_of_parts", "sample_means", "balance_sums", "adafactor_row_means"], "few sums, each in order: additions that wait for each other"),
+    (&["cross_entropy_loss", "group_sums_forward", "squared_error", "correct_counts", "sum_of_parts", "sample_means", "balance_sums", "adafactor_row_means"], "few sums, each in order: additions that wait for each other"),
     (&["check_ids", "check_positions", "nonzeros_starts", "indices_read", "draw_indices", "low_rank_orthonormal"], "one block, warp or thread: what it reads comes in turn"),
     (&["topk_choose"], "a block of threads passes over its part once for each bit of a key, from the caches"),
     (&["route_rank", "route_parts", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
-    (&["add_f64", "add_assign_f64", "scale_forward_f64", "preference_forward", "preference_backward", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
+    (&["add_f64", "add_assign_f64", "scale_forward_f64", "preference_forward", "preference_backward", "group_sums_backward", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
     (&["adafactor_vector_measure", "adafactor_vector_update", "adafactor_means", "adafactor_row_factors", "adafactor_column_factors", "adafactor_settle", "lamb_settle", "adam8bit_settle", "message_words", "message_check", "flash_maps"], "vectors of biases, factors of rows, or single numbers: less than a launch takes"),
 ];
 

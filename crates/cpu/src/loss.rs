@@ -95,14 +95,42 @@ impl Loss for Cpu {
         })
     }
 
-    fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer> {
-        let (losses, reference) = (losses.as_slice::<f64>()?, reference.as_slice::<f64>()?);
-        self.output::<f64>(losses.len() / 2, |out| preference::forward(of, number, losses, reference, out))
+    fn group_sums(&self, values: &Buffer, ids: &Buffer, samples: usize, groups: usize) -> Result<Buffer> {
+        let (values, ids) = (values.as_slice::<f64>()?, ids.as_slice::<i32>()?);
+        if let Some(at) = ids.iter().position(|&id| usize::try_from(id).is_ok_and(|id| id >= groups)) {
+            let problem = format!("index {} at place {at}: indices are from 0 to {}", ids[at], groups as i64 - 1);
+            return Err(Error::Shape { op: "group_sums", problem, shapes: Vec::new() });
+        }
+        self.output::<f64>(samples * groups, |sums| loss::group_sums(samples, values, ids, sums))
     }
 
-    fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer> {
-        let (losses, reference, dloss) =
-            (losses.as_slice::<f64>()?, reference.as_slice::<f64>()?, dloss.as_slice::<f64>()?);
-        self.output::<f64>(losses.len(), |dlosses| preference::backward(of, losses, reference, dloss, dlosses))
+    fn group_sums_grad(&self, dsums: &Buffer, ids: &Buffer, samples: usize) -> Result<Buffer> {
+        let (dsums, ids) = (dsums.as_slice::<f64>()?, ids.as_slice::<i32>()?);
+        self.output::<f64>(ids.len(), |dvalues| loss::group_sums_backward(samples, dsums, ids, dvalues))
+    }
+
+    fn preference(
+        &self,
+        losses: &Buffer,
+        reference: &Buffer,
+        pairs: &Buffer,
+        of: Preference,
+        number: PairNumber,
+    ) -> Result<Buffer> {
+        let (losses, reference, pairs) = (losses.as_slice()?, reference.as_slice()?, pairs.as_slice()?);
+        self.output::<f64>(pairs.len(), |out| preference::forward(of, number, losses, reference, pairs, out))
+    }
+
+    fn preference_grad(
+        &self,
+        losses: &Buffer,
+        reference: &Buffer,
+        pairs: &Buffer,
+        dloss: &Buffer,
+        of: Preference,
+    ) -> Result<Buffer> {
+        let (losses, reference, pairs) = (losses.as_slice()?, reference.as_slice()?, pairs.as_slice()?);
+        let dloss = dloss.as_slice()?;
+        self.output::<f64>(losses.len(), |dlosses| preference::backward(of, losses, reference, pairs, dloss, dlosses))
     }
 }

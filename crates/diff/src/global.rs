@@ -125,11 +125,7 @@ fn assemble_of<T: Float>(
         let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
         let others =
             types.cuts(0).filter(|axis| !axis.is_data()).map(|axis| program.run.mesh.degree(axis)).product::<usize>();
-        // A value has all rows of each sample, or one number of it; positions count rows.
-        let rows = shape.first().map(|rows| rows * others);
-        let of_sample = [program.rows, 1].into_iter().find(|of_sample| rows == Some(program.samples * of_sample));
-        let by_sample = cut_by_sample && of_sample.is_some();
-        let first = first * of_sample.unwrap_or(program.rows) as u64 / program.rows as u64;
+        let by_sample = cut_by_sample && shape.first().map(|rows| rows * others) == Some(program.samples);
         let unit = Unit::Micro(first, program.samples);
         let places = if lies_in_order { places_of(&program.run.mesh, tokens, dp, micro) } else { Vec::new() };
         let mut ordered = places.is_empty();

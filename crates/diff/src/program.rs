@@ -16,8 +16,6 @@ pub(super) struct Program {
     pub(super) parameters: Vec<ParamSpec>,
     /// Samples of a micro-batch.
     pub(super) samples: usize,
-    /// [Rows](meshwork_nn::Model::rows) of each sample in a value.
-    pub(super) rows: usize,
     pub(super) batch: usize,
     /// The type in which the model stores its values.
     pub(super) stored: DType,
@@ -40,7 +38,6 @@ impl Program {
             run: list.take(mesh),
             parameters: stages.parameters().map_err(TrainError::from)?,
             samples: plan.micro_batch_size().map_err(TrainError::from)?,
-            rows: model.rows(),
             batch: plan.global_batch_size,
             stored: plan.mixed.map_or(DType::F32, |mixed| mixed.dtype.dtype()),
         })

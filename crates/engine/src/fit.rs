@@ -68,20 +68,6 @@ pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &Mode
     Ok(())
 }
 
-/// Refuses schemes whose rows are samples, of a model whose samples have several [rows](Model::rows).
-pub(crate) fn require_rows(plan: &Plan, model: &dyn Model) -> Result<(), PlanError> {
-    let compress = &plan.compress;
-    let schemes = [("activations", compress.activations), ("activation gradients", compress.activation_gradients)];
-    match schemes.into_iter().find(|(_, scheme)| *scheme != NOTHING).filter(|_| model.rows() > 1) {
-        None => Ok(()),
-        Some((place, scheme)) => Err(PlanError::Compress {
-            place,
-            scheme: scheme.to_string(),
-            problem: format!("its rows are samples, and a sample of the model has {} rows: use none", model.rows()),
-        }),
-    }
-}
-
 /// Refuses storage in 16 bits that does not go with the rest of a plan.
 fn require_mixed_fit(mixed: MixedPrecision, plan: &Plan) -> Result<(), PlanError> {
     let refuse = |problem: String| Err(PlanError::MixedPrecision { dtype: mixed.dtype.dtype(), problem });

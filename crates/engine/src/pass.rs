@@ -37,8 +37,6 @@ pub struct Pass {
     pub position: Position,
     pub batch: Batch,
     pub micro_batch: usize,
-    /// [Rows](Model::rows) of each sample in a value.
-    pub rows_of_sample: usize,
     /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
     pub seeds: Vec<Seeds>,

@@ -11,7 +11,7 @@ use crate::watch::Watched;
 use crate::{At, Recompute};
 use meshwork_nn::{Stage, StageSpec};
 use meshwork_tensor::Tape;
-use meshwork_tensor::tape::{Decisions, Mode, Notes, Position, Saved, SavedPolicy};
+use meshwork_tensor::tape::{Decisions, Mode, Notes, Saved, SavedPolicy};
 
 /// A part of a stage as data.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,14 +166,7 @@ impl Segment {
     ) -> Result<Forwarded> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
-        // A tape counts rows.
-        let rows = pass.rows_of_sample as u64;
-        let position = Position {
-            first_sample: rows * of.position.first_sample,
-            rank_samples: rows * of.position.rank_samples,
-            ..of.position
-        };
-        let tape = Tape::with_policy(rank, start.params, device, mode, position, policy);
+        let tape = Tape::with_policy(rank, start.params, device, mode, of.position, policy);
         tape.count_from(start.applied);
         tape.compress_rows(of.rows);
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {

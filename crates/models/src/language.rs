@@ -10,7 +10,7 @@
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::{Documents, Mask};
+use meshwork_tensor::op::{Documents, Mask, Targets, TokenGroups};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
@@ -27,6 +27,10 @@ pub const TARGETS: &str = "targets";
 /// The field of positions, `[seq]` for each sample: the place of each token in its document. 0 begins a document, and
 /// each other position is one more than the one before.
 pub const POSITIONS: &str = "positions";
+
+/// The field of answers that are compared in pairs, `[seq]` for each sample: of which answer each target is. 0 and 1
+/// are those of the first pair; negative ones are none.
+pub const ANSWERS: &str = "answers";
 
 /// What a boundary between two documents in a sequence means to a model. Each rule includes those before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +50,13 @@ pub fn fields(seq_len: usize, vocab: usize, boundary: Boundary) -> Vec<Field> {
     let positions = (boundary > Boundary::Ignored).then(|| Field::ids(POSITIONS, [seq_len], 0..seq));
     let fields = [Field::ids(TOKENS, [seq_len], 0..vocab), Field::ids(TARGETS, [seq_len], i32::MIN..vocab)];
     fields.into_iter().chain(positions).collect()
+}
+
+/// The field of the answers of sequences of `seq_len` tokens. Each answer is the end of a document, behind at least one
+/// token that is no target, so that a pair has at least four tokens, and a sequence room for a fourth of them.
+pub fn answers(seq_len: usize) -> Field {
+    let pairs = i32::try_from(seq_len / 4).unwrap_or(i32::MAX / 2).max(1);
+    Field::ids(ANSWERS, [seq_len], -1..2 * pairs)
 }
 
 /// A batch of sequences of `seq_len` token ids, one after another, with the target of each.
@@ -365,6 +376,29 @@ impl<E, B, N> LanguageStage<E, B, N> {
     }
 }
 
+impl<E, B, N> LanguageStage<E, B, N> {
+    /// The loss of each sample, or of each of its groups of targets.
+    fn losses(&self, tape: &Tape, batch: &Batch, x: &Var, groups: Option<&Field>) -> Result<Var> {
+        let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
+        let spec = self.spec.of_batch(tape, batch)?;
+        let ids = spec.of_tokens(tape, batch, TARGETS, -1)?;
+        let of_groups = groups.map(|groups| spec.of_tokens(tape, batch, groups.name, -1)).transpose()?;
+        let groups = of_groups.as_ref().zip(groups).map(|(of, field)| TokenGroups { of, count: field.id_count() });
+        let targets = Targets { ids: &ids, groups };
+        match spec.loss_chunk {
+            0 => head.loss(&spec.logits(head, tape, x)?, targets),
+            _ if spec.logit_cap.is_some() => Err(Error::Shape {
+                op: "language model",
+                problem: "its logits are capped, and a loss of some tokens at a time takes them as they are: use \
+                          loss_chunk 0"
+                    .to_owned(),
+                shapes: Vec::new(),
+            }),
+            chunk => head.chunked_loss(tape, x, targets, spec.region, chunk),
+        }
+    }
+}
+
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
     /// Every stage reads the documents from the batch; they do not travel. The output of the last stage is the input of
     /// its head.
@@ -409,20 +443,11 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
-        let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
-        let spec = self.spec.of_batch(tape, batch)?;
-        let (region, targets) = (spec.region, spec.of_tokens(tape, batch, TARGETS, -1)?);
-        match spec.loss_chunk {
-            0 => head.loss(&spec.logits(head, tape, x)?, &targets),
-            _ if spec.logit_cap.is_some() => Err(Error::Shape {
-                op: "language model",
-                problem: "its logits are capped, and a loss of some tokens at a time takes them as they are: use \
-                          loss_chunk 0"
-                    .to_owned(),
-                shapes: Vec::new(),
-            }),
-            chunk => head.chunked_loss(tape, x, &targets, region, chunk),
-        }
+        self.losses(tape, batch, x, None)
+    }
+
+    fn grouped_loss(&self, tape: &Tape, batch: &Batch, x: &Var, groups: &Field) -> Result<Var> {
+        self.losses(tape, batch, x, Some(groups))
     }
 
     fn predict(&self, x: &Var) -> Result<Var> {

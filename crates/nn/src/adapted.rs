@@ -67,10 +67,6 @@ impl Model for Adapted {
         Some(Arc::new(Self { model: decoding, adapters: Arc::clone(&self.adapters) }))
     }
 
-    fn rows(&self) -> usize {
-        self.model.rows()
-    }
-
     fn reference(&self) -> Option<Field> {
         self.model.reference()
     }

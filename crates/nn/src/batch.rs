@@ -32,6 +32,11 @@ impl Field {
         Self { ids: Some(ids), ..Self::new(name, DType::I32, dims) }
     }
 
+    /// The number of ids from 0 on, of a field of ids.
+    pub fn id_count(&self) -> usize {
+        self.ids.as_ref().map_or(0, |ids| ids.end.max(0) as usize)
+    }
+
     /// The same, whose dim `dim` of a sample runs along the sequence: [`Batch::var`] gives each rank of `over` its
     /// slice. A batch has whole sequences on every mesh.
     pub fn sequence(self, dim: usize, over: impl Into<Axes>) -> Self {
@@ -179,14 +184,6 @@ impl Batch {
             Ok((name.clone(), *dims, values.slice(samples.start * n..samples.end * n)?))
         };
         Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
-    }
-
-    /// The `rows` rows of each sample as samples of their own. The fields whose first dim counts them lose it; others
-    /// are left out.
-    pub fn rows(&self, rows: usize) -> Self {
-        let fields = self.fields.iter().filter(|(_, dims, _)| dims.first() == Some(&rows));
-        let fields = fields.map(|(name, dims, values)| (name.clone(), Shape::new(&dims[1..]), values.clone()));
-        Self { samples: rows * self.samples, fields: fields.collect() }
     }
 
     /// The same samples with other fields: `make` gives the extents of one sample, and the values, of each.

@@ -53,12 +53,6 @@ pub trait Model: Debug + Send + Sync {
         None
     }
 
-    /// The rows of dim 0 that each sample has in the values of a pass: a model that compares sequences with each other
-    /// has several. The losses and metrics of a sample are one number whatever its rows.
-    fn rows(&self) -> usize {
-        1
-    }
-
     /// The field, one of [`fields`](Self::fields), that batches lack, because the frozen model computes it: numbers in
     /// f64 that [`Stage::reference`] gives in a pass without [adapters](meshwork_tensor::Tape::without_adapters),
     /// before each batch is trained or evaluated.
@@ -82,6 +76,15 @@ pub trait Stage: Debug {
     /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the
     /// last stage.
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var>;
+
+    /// The loss of each group of a sample's terms, `[samples, groups]` in f64. `groups` is a field of ids that says of
+    /// which group each term is; a negative one is none. For models that compare parts of a sample with each other,
+    /// such as the documents of a sequence.
+    fn grouped_loss(&self, tape: &Tape, batch: &Batch, output: &Var, groups: &Field) -> Result<Var> {
+        _ = (tape, batch);
+        let problem = format!("the model has no loss by {}: write Stage::grouped_loss", groups.name);
+        Err(Error::Shape { op: "grouped_loss", problem, shapes: vec![output.shape().to_vec()] })
+    }
 
     /// The [reference](Model::reference) of each sample, in f64, from the output of the last stage of the frozen model.
     fn reference(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {

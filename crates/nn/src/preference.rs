@@ -5,19 +5,20 @@
 //! l = -ln σ(margin)    margin = β · [(ln p(chosen) - ln p_ref(chosen)) - (ln p(rejected) - ln p_ref(rejected))]
 //! ```
 //!
-//! A sample is a pair, `[2, ..]` in each field of the model that it wraps: the chosen answer with its prompt, and the
-//! rejected one with the same prompt. In every value of a pass they are two rows that follow each other, so that no
-//! rank and no micro-batch has half of a pair. ln p is the negative loss of the wrapped model. The reference, p_ref, is
-//! the frozen model: the same weights without adapters, in a pass before.
+//! A sample has some pairs, whose answers, each behind its prompt, are documents of one sequence: no rank and no
+//! micro-batch has half of a pair. A field, `answers`, says of which answer each target is: 0 and 1 are the chosen and
+//! the rejected answer of the first pair, 2 and 3 those of the second. ln p is the negative loss of the wrapped model,
+//! [by answers](Stage::grouped_loss). The reference, p_ref, is the frozen model: the same weights without adapters, in
+//! a pass before.
 
 use crate::{Activation, Adapted, Batch, Field, Metric, Model, Per, Stage, StageSpec};
 use meshwork_core::{DType, Mesh};
 use meshwork_tensor::kernel::{PairNumber, Preference};
-use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
+use meshwork_tensor::{Declarations, Result, Tape, Var};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The field of the losses of the frozen model, of the chosen and of the rejected answer: `[2]` for each pair.
+/// The field of the losses of the frozen model, of each answer that a sample has room for.
 pub const REFERENCE: &str = "reference";
 
 /// The metrics of pairs, with the numbers that they are the means of.
@@ -33,20 +34,24 @@ const METRICS: [(&str, PairNumber); 4] = [
 #[derive(Clone, Debug)]
 pub struct Preferring {
     model: Adapted,
+    answers: Field,
     of: Preference,
 }
 
 impl Preferring {
-    /// The model that learns from pairs. Its losses must be summed over terms, as every [`Stage::loss`] is, and its
-    /// stages must leave neither auxiliary losses nor metrics: those would be of single answers.
-    pub fn new(model: Adapted, of: Preference) -> Self {
-        Self { model, of }
+    /// The model that learns from pairs. `answers` is the field of the answer that each target is of, from 0 to the
+    /// number that a sample has room for, which is even; negative where it is of none. Where a sample has answers, they
+    /// are the first ones.
+    pub fn new(model: Adapted, answers: Field, of: Preference) -> Self {
+        Self { model, answers, of }
     }
 }
 
-/// The answers of a batch of pairs, as samples. A batch without a reference, as for a prediction, has single sequences.
-fn answers(batch: &Batch) -> Batch {
-    if batch.dims(REFERENCE).is_ok() { batch.rows(2) } else { batch.clone() }
+/// The number of pairs of each sample.
+fn pairs(answers: &Field, batch: &Batch) -> Result<Vec<i32>> {
+    let each = answers.dims.count().max(1);
+    let last = |answers: &[i32]| answers.iter().copied().max().unwrap_or(-1).max(-1);
+    Ok(batch.values::<i32>(answers.name)?.chunks(each).map(|sample| (last(sample) + 2) / 2).collect())
 }
 
 impl Model for Preferring {
@@ -55,38 +60,34 @@ impl Model for Preferring {
     }
 
     fn fields(&self) -> Vec<Field> {
-        let pair = |field: Field| Field { dims: Shape::new(&[&[2], &field.dims[..]].concat()), ..field };
-        self.model.fields().into_iter().map(pair).chain(self.reference()).collect()
+        self.model.fields().into_iter().chain([self.answers.clone()]).chain(self.reference()).collect()
     }
 
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
-        Ok(Box::new(OfPairs { stage: self.model.stage(params, mesh, part)?, of: self.of }))
+        let stage = self.model.stage(params, mesh, part)?;
+        Ok(Box::new(OfPairs { stage, answers: self.answers.clone(), of: self.of }))
     }
 
     fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
-        self.model.activation(mesh, at, &answers(batch))
+        self.model.activation(mesh, at, batch)
     }
 
-    /// Pairs. One without a token to learn in either answer counts too: its loss is a constant.
+    /// Pairs.
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
-        _ = batch;
-        Ok(samples.len() as u64)
+        Ok(pairs(&self.answers, &batch.part(samples)?)?.into_iter().map(|pairs| pairs as u64).sum())
     }
 
     fn decoding(&self) -> Option<Arc<dyn Model>> {
         Some(self.model.decoding().unwrap_or_else(|| Arc::new(self.model.clone())))
     }
 
-    fn rows(&self) -> usize {
-        2 * self.model.rows()
-    }
-
     fn reference(&self) -> Option<Field> {
-        Some(Field::new(REFERENCE, DType::F64, [2]))
+        Some(Field::new(REFERENCE, DType::F64, [self.answers.id_count()]))
     }
 
     fn metrics(&self) -> Vec<Metric> {
-        METRICS.into_iter().map(|(name, _)| Metric { name, per: Per::Sample }).collect()
+        let of_pairs = METRICS.into_iter().map(|(name, _)| Metric { name, per: Per::Term });
+        of_pairs.chain(self.model.metrics()).collect()
     }
 }
 
@@ -94,25 +95,27 @@ impl Model for Preferring {
 #[derive(Debug)]
 struct OfPairs {
     stage: Box<dyn Stage>,
+    answers: Field,
     of: Preference,
 }
 
 impl Stage for OfPairs {
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        self.stage.forward(tape, &answers(batch), input)
+        self.stage.forward(tape, batch, input)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
         let (losses, reference) = (self.reference(tape, batch, output)?, batch.var(tape, REFERENCE)?);
+        let pairs = Batch::new(batch.samples()).with("pairs", [], pairs(&self.answers, batch)?)?.var(tape, "pairs")?;
         for (name, number) in METRICS {
-            tape.report(name, &losses.preference(&reference, self.of, number)?)?;
+            tape.report(name, &losses.preference(&reference, &pairs, self.of, number)?)?;
         }
-        losses.preference_loss(&reference, self.of)
+        losses.preference_loss(&reference, &pairs, self.of)
     }
 
-    /// The loss of each answer, `[2 pairs]`.
+    /// The loss of each answer, `[samples, answers]`.
     fn reference(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
-        self.stage.loss(tape, &answers(batch), output)
+        self.stage.grouped_loss(tape, batch, output, &self.answers)
     }
 
     fn predict(&self, output: &Var) -> Result<Var> {

@@ -4,6 +4,7 @@
 
 use crate::Region;
 use meshwork_core::Axis;
+use meshwork_tensor::op::Targets;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// Rows of which a table is stored in a multiple. The logits have a column for each, and products of a GPU with an odd
@@ -60,16 +61,23 @@ impl VocabParallelEmbedding {
     }
 
     /// The loss of each sample: `[b]` in f64, the cross entropy of those logits against i32 targets `[b, s]`, negative
-    /// ones masked, summed over its tokens. `Invariant` on tp; where the samples are cut over ranks, as over dp,
-    /// `Shard(0)`.
-    pub fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
+    /// ones masked, summed over its tokens; or over each of its groups of tokens, `[b, groups]`. `Invariant` on tp;
+    /// where the samples are cut over ranks, as over dp, `Shard(0)`.
+    pub fn loss<'a>(&self, logits: &'a Var, targets: impl Into<Targets<'a>>) -> Result<Var> {
         logits.vocab_parallel_cross_entropy(targets, Axis::Tp, self.vocab)
     }
 
     /// The same from x, as [`logits`](Self::logits) takes it, with the logits of at most `chunk` tokens at a time:
-    /// `[b]` in f64, as [`loss`](Self::loss) gives it.
-    pub fn chunked_loss(&self, tape: &Tape, x: &Var, targets: &Var, region: Region, chunk: usize) -> Result<Var> {
-        let weight = tape.param(self.weight)?;
+    /// in f64, as [`loss`](Self::loss) gives it.
+    pub fn chunked_loss<'a>(
+        &self,
+        tape: &Tape,
+        x: &Var,
+        targets: impl Into<Targets<'a>>,
+        region: Region,
+        chunk: usize,
+    ) -> Result<Var> {
+        let (weight, targets) = (tape.param(self.weight)?, targets.into());
         region.enter(x)?.vocab_parallel_linear_cross_entropy(&weight, targets, Axis::Tp, self.vocab, chunk)
     }
 }

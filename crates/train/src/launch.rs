@@ -529,8 +529,7 @@ impl Reporter {
         seconds: f64,
         times: &[RankTime],
     ) -> Result<(), RankError> {
-        let sequences = config.training.objective.rows() * config.training.global_batch_size;
-        let tokens = sequences * config.model.seq_len;
+        let tokens = config.training.global_batch_size * config.model.seq_len;
         let step = Step {
             step: report.step,
             loss: report.loss,

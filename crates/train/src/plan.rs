@@ -54,10 +54,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
             dtype => format!("stored in {}, ", dtype.name()),
         },
         config.training.matmul_dtype.name(),
-        count(
-            config.training.global_batch_size,
-            if config.training.objective.rows() == 1 { "sequence" } else { "pair" }
-        ),
+        count(config.training.global_batch_size, "sequence"),
         count(config.model.seq_len, "token"),
         count(config.pipeline.num_microbatches, "micro-batch"),
         grouped(config.training.micro_batch_size as u64),

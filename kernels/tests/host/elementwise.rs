@@ -2,7 +2,7 @@
 //! the CPU.
 
 use crate::{assert_bits, launch, values};
-use meshwork_cpu::kernels::{elementwise, indexing, preference, reduction, relu};
+use meshwork_cpu::kernels::{elementwise, indexing, loss, preference, reduction, relu};
 use meshwork_tensor::kernel::{Map, PairNumber, Picks, Preference, Zip};
 
 #[test]
@@ -13,39 +13,63 @@ fn preferences_are_those_of_the_cpu() {
     let mut reference: Vec<f64> = (0..600).map(|i| f64::from(i % 5) * 2.3 - 4.0).collect();
     (reference[0], reference[3]) = (1e5, 1e5);
     reference[4..6].copy_from_slice(&losses[4..6]);
-    let (mut got, mut want) = (vec![f64::NAN; 300], vec![f64::NAN; 300]);
+    // Samples with room for three pairs, of which they have none to three.
+    let pairs: Vec<i32> = (0..100).map(|sample| sample % 4).collect();
+    let (mut got, mut want) = (vec![f64::NAN; 100], vec![f64::NAN; 100]);
     let numbers = [PairNumber::Loss, PairNumber::Chosen, PairNumber::Rejected, PairNumber::Margin, PairNumber::Correct];
     for (at, number) in numbers.into_iter().enumerate() {
         if !launch!(
             "preference_forward",
-            [300, 0],
+            [100, 0],
             &losses,
             &reference,
+            &pairs,
             &mut got,
             of.beta,
             of.label_smoothing,
             at,
-            300_usize
+            6_usize,
+            100_usize
         ) {
             return;
         }
-        preference::forward(of, number, &losses, &reference, &mut want);
+        preference::forward(of, number, &losses, &reference, &pairs, &mut want);
         assert_eq!(got, want, "{number:?}");
     }
-    let (dloss, mut got, mut want) = (vec![0.7_f64; 300], vec![f64::NAN; 600], vec![f64::NAN; 600]);
+    let (dloss, mut got, mut want) = (vec![0.7_f64; 100], vec![f64::NAN; 600], vec![f64::NAN; 600]);
     launch!(
         "preference_backward",
-        [300, 0],
+        [100, 0],
         &losses,
         &reference,
+        &pairs,
         &dloss,
         &mut got,
         of.beta,
         of.label_smoothing,
-        300_usize
+        6_usize,
+        100_usize
     );
-    preference::backward(of, &losses, &reference, &dloss, &mut want);
+    preference::backward(of, &losses, &reference, &pairs, &dloss, &mut want);
     assert_eq!(got, want);
+}
+
+#[test]
+fn sums_of_groups_are_those_of_the_cpu() {
+    let (samples, places, groups) = (7, 33, 12);
+    let values: Vec<f64> = values("values", samples * places).into_iter().map(f64::from).collect();
+    let ids: Vec<i32> = (0..samples * places).map(|at| (at * 7 % 14) as i32 - 2).collect();
+    let (mut got, mut want) = (vec![f64::NAN; samples * groups], vec![f64::NAN; samples * groups]);
+    let count = samples * groups;
+    if !launch!("group_sums_forward", [count, 0], &values, &ids, &mut got, places, groups, count) {
+        return;
+    }
+    loss::group_sums(samples, &values, &ids, &mut want);
+    assert_eq!(got, want);
+    let (mut got, mut back, count) = (vec![f64::NAN; values.len()], vec![f64::NAN; values.len()], values.len());
+    launch!("group_sums_backward", [count, 0], &want, &ids, &mut got, places, groups, count);
+    loss::group_sums_backward(samples, &want, &ids, &mut back);
+    assert_eq!(got, back);
 }
 
 /// Ordinary values and the ends of the range, NaN last.

@@ -119,3 +119,36 @@ pub fn backward<T: Float>(shard: VocabShard, logits: &mut [T], targets: &[i32], 
         }
     });
 }
+
+/// `sums[s, g] = Σ values[s, i]` over the places `i` of sample `s` with `ids[s, i] = g`, in order. Places with a
+/// negative id are of no group. Overwrites.
+pub fn group_sums(samples: usize, values: &[f64], ids: &[i32], sums: &mut [f64]) {
+    let (places, groups) = of_samples(samples, values.len(), ids, sums.len());
+    sums.fill(0.0);
+    let of_sample = values.chunks(places).zip(ids.chunks(places)).zip(sums.chunks_mut(groups));
+    for ((values, ids), sums) in of_sample {
+        for (value, &id) in values.iter().zip(ids) {
+            if let Ok(group) = usize::try_from(id) {
+                sums[group] += value;
+            }
+        }
+    }
+}
+
+/// `dvalues[s, i] = dsums[s, ids[s, i]]`, 0 at places of no group. Overwrites.
+pub fn group_sums_backward(samples: usize, dsums: &[f64], ids: &[i32], dvalues: &mut [f64]) {
+    let (places, groups) = of_samples(samples, dvalues.len(), ids, dsums.len());
+    let of_sample = dvalues.chunks_mut(places).zip(ids.chunks(places)).zip(dsums.chunks(groups));
+    for ((dvalues, ids), dsums) in of_sample {
+        for (dvalue, &id) in dvalues.iter_mut().zip(ids) {
+            *dvalue = usize::try_from(id).map_or(0.0, |group| dsums[group]);
+        }
+    }
+}
+
+/// (places, groups) of each sample, at least 1.
+fn of_samples(samples: usize, values: usize, ids: &[i32], sums: usize) -> (usize, usize) {
+    let [places, groups] = [values, sums].map(|all| all / samples.max(1));
+    assert_eq!([values, ids.len(), sums], [samples * places, samples * places, samples * groups], "{samples} samples");
+    (places.max(1), groups.max(1))
+}

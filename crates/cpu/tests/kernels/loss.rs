@@ -150,13 +150,13 @@ fn targets_outside_the_vocabulary_are_refused() {
 /// Against the formula as the paper has it, and its gradient against differences.
 #[test]
 fn a_preference_is_the_log_of_a_sigmoid() {
-    let (losses, reference) = ([3.0, 2.0, 1.0, 4.0], [3.5, 1.0, 1.0, 4.0]);
+    let (losses, reference, pairs) = ([3.0, 2.0, 1.0, 4.0], [3.5, 1.0, 1.0, 4.0], [1, 1]);
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     for label_smoothing in [0.0, 0.2] {
         let of = Preference { beta: 0.5, label_smoothing };
         let number = |number, losses: &[f64]| {
             let mut out = [f64::NAN; 2];
-            preference::forward(of, number, losses, &reference, &mut out);
+            preference::forward(of, number, losses, &reference, &pairs, &mut out);
             out
         };
         assert_eq!(number(PairNumber::Chosen, &losses), [0.25, 0.0]);
@@ -167,7 +167,7 @@ fn a_preference_is_the_log_of_a_sigmoid() {
         let got = number(PairNumber::Loss, &losses);
         assert!((got[0] - wanted).abs() < 1e-15 && (got[1] - 2.0_f64.ln()).abs() < 1e-15, "{got:?}");
         let mut slopes = [f64::NAN; 4];
-        preference::backward(of, &losses, &reference, &[2.0, 3.0], &mut slopes);
+        preference::backward(of, &losses, &reference, &pairs, &[2.0, 3.0], &mut slopes);
         for (at, slope) in slopes.into_iter().enumerate() {
             let sum = |by: f64| {
                 let mut moved = losses;
@@ -181,6 +181,50 @@ fn a_preference_is_the_log_of_a_sigmoid() {
     }
     // A margin beyond the range of e^x.
     let (of, mut out) = (Preference { beta: 1.0, label_smoothing: 0.0 }, [f64::NAN]);
-    preference::forward(of, PairNumber::Loss, &[1e4, 0.0], &[0.0, 0.0], &mut out);
+    preference::forward(of, PairNumber::Loss, &[1e4, 0.0], &[0.0, 0.0], &[1], &mut out);
     assert_eq!(out, [1e4]);
+}
+
+/// Samples with room for two pairs of which they have two, one and none: the others count for nothing, whatever lies
+/// there.
+#[test]
+fn preferences_are_summed_over_the_pairs_of_a_sample() {
+    let (losses, reference) = ([3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 7.0, f64::NAN, 9.0, 9.0, 9.0, 9.0], [0.5; 12]);
+    let of = Preference { beta: 0.5, label_smoothing: 0.1 };
+    for number in [PairNumber::Loss, PairNumber::Rejected, PairNumber::Correct] {
+        let (mut alone, mut together) = ([f64::NAN; 2], [f64::NAN; 3]);
+        preference::forward(of, number, &losses[..4], &reference[..4], &[1, 1], &mut alone);
+        preference::forward(of, number, &losses, &reference, &[2, 1, 0], &mut together);
+        assert_eq!(together, [alone[0] + alone[1], alone[0], 0.0], "{number:?}");
+    }
+    let (mut alone, mut together) = ([f64::NAN; 4], [f64::NAN; 12]);
+    preference::backward(of, &losses[..4], &reference[..4], &[1, 1], &[2.0, 2.0], &mut alone);
+    preference::backward(of, &losses, &reference, &[2, 1, 0], &[2.0, 1.0, 5.0], &mut together);
+    assert_eq!(together[..4], alone);
+    assert_eq!(together[4..6], [alone[0] / 2.0, alone[1] / 2.0]);
+    assert_eq!(together[6..], [0.0; 6]);
+}
+
+/// Against the sum as it is written, and its gradient, of groups that lie in pieces.
+#[test]
+fn values_are_summed_by_groups() {
+    let (samples, places, groups) = (3, 40, 5);
+    let values: Vec<f64> = (0..samples * places).map(|at| (at as f64).sin()).collect();
+    let ids: Vec<i32> = (0..samples * places).map(|at| (at * at % 23 % (groups + 1)) as i32 - 1).collect();
+    let mut sums = vec![f64::NAN; samples * groups];
+    group_sums(samples, &values, &ids, &mut sums);
+    for sample in 0..samples {
+        for group in 0..groups {
+            let of_group = |&at: &usize| ids[at] == group as i32;
+            let wanted =
+                (sample * places..(sample + 1) * places).filter(of_group).fold(0.0, |sum, at| sum + values[at]);
+            assert_eq!(sums[sample * groups + group], wanted, "group {group} of sample {sample}");
+        }
+    }
+    let mut slopes = vec![f64::NAN; values.len()];
+    group_sums_backward(samples, &sums, &ids, &mut slopes);
+    for (at, slope) in slopes.into_iter().enumerate() {
+        let wanted = usize::try_from(ids[at]).map_or(0.0, |group| sums[at / places * groups + group]);
+        assert_eq!(slope, wanted, "place {at}");
+    }
 }

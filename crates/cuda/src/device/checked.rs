@@ -14,6 +14,7 @@ meshwork_core::named! {
         IndexSelect = "index_select",
         TakeAlongDim = "take_along_dim",
         Message = "unpack",
+        GroupSums = "group_sums",
     }
     name: "The operation.", ALL: "All, by their numbers."
 }
@@ -31,7 +32,7 @@ impl Checked {
                 "a message is not one of the scheme and shape that it was read as, or its indices are damaged"
                     .to_owned()
             }
-            Self::Gather | Self::IndexSelect | Self::TakeAlongDim => {
+            Self::Gather | Self::IndexSelect | Self::TakeAlongDim | Self::GroupSums => {
                 format!("index {found} at place {at}: indices are from 0 to {}", limit - 1)
             }
             Self::Documents => format!(

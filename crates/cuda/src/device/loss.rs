@@ -52,9 +52,33 @@ impl Loss for CudaDevice {
         Ok(out)
     }
 
-    fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer> {
-        let pairs = losses.count() / 2;
-        let out = self.alloc(DType::F64, pairs)?;
+    fn group_sums(&self, values: &Buffer, ids: &Buffer, samples: usize, groups: usize) -> Result<Buffer> {
+        self.check_ids(Checked::GroupSums, ids, groups, true)?;
+        let (sums, count) = (self.alloc(DType::F64, samples * groups)?, samples * groups);
+        launch!(self, "group_sums", "group_sums_forward", [count, 0];
+            values, ids, &sums, ids.count() / samples.max(1), groups.max(1), count
+        )?;
+        Ok(sums)
+    }
+
+    fn group_sums_grad(&self, dsums: &Buffer, ids: &Buffer, samples: usize) -> Result<Buffer> {
+        let (dvalues, count) = (self.alloc(DType::F64, ids.count())?, ids.count());
+        launch!(self, "group_sums", "group_sums_backward", [count, 0];
+            dsums, ids, &dvalues, (count / samples.max(1)).max(1), dsums.count() / samples.max(1), count
+        )?;
+        Ok(dvalues)
+    }
+
+    fn preference(
+        &self,
+        losses: &Buffer,
+        reference: &Buffer,
+        pairs: &Buffer,
+        of: Preference,
+        number: PairNumber,
+    ) -> Result<Buffer> {
+        let samples = pairs.count();
+        let out = self.alloc(DType::F64, samples)?;
         let number: usize = match number {
             PairNumber::Loss => 0,
             PairNumber::Chosen => 1,
@@ -62,16 +86,25 @@ impl Loss for CudaDevice {
             PairNumber::Margin => 3,
             PairNumber::Correct => 4,
         };
-        launch!(self, "preference", "preference_forward", [pairs, 0];
-            losses, reference, &out, of.beta, of.label_smoothing, number, pairs
+        launch!(self, "preference", "preference_forward", [samples, 0];
+            losses, reference, pairs, &out, of.beta, of.label_smoothing, number,
+            losses.count() / samples.max(1), samples
         )?;
         Ok(out)
     }
 
-    fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer> {
-        let (pairs, dlosses) = (dloss.count(), self.alloc(DType::F64, losses.count())?);
-        launch!(self, "preference", "preference_backward", [pairs, 0];
-            losses, reference, dloss, &dlosses, of.beta, of.label_smoothing, pairs
+    fn preference_grad(
+        &self,
+        losses: &Buffer,
+        reference: &Buffer,
+        pairs: &Buffer,
+        dloss: &Buffer,
+        of: Preference,
+    ) -> Result<Buffer> {
+        let (samples, dlosses) = (pairs.count(), self.alloc(DType::F64, losses.count())?);
+        launch!(self, "preference", "preference_backward", [samples, 0];
+            losses, reference, pairs, dloss, &dlosses, of.beta, of.label_smoothing,
+            losses.count() / samples.max(1), samples
         )?;
         Ok(dlosses)
     }

@@ -851,15 +851,25 @@ fn channel_norms_squared_errors_and_accuracy_have_the_cpus_bits() {
     });
     same("preferences", |device, up| {
         let (loss, of) = (device.loss()?, Preference { beta: 0.3, label_smoothing: 0.1 });
-        let [losses, reference, dloss] = [vec![1.0_f64, 2.0, 5.0, 3.5], vec![1.5, 1.0, 5.0, 3.0], vec![0.5, 0.5]]
-            .map(|of| up(&Buffer::from_vec(of)));
-        let number = |number| loss.preference(&losses, &reference, of, number);
+        // Two samples with room for two pairs, of which the second has one.
+        let losses = vec![1.0_f64, 2.0, 5.0, 3.5, 0.5, 2.5, 9.0, 9.0];
+        let [losses, reference, dloss] =
+            [losses, vec![1.5, 1.0, 5.0, 3.0, 1.0, 1.0, 8.0, 7.0], vec![0.5, 0.25]].map(|of| up(&Buffer::from_vec(of)));
+        let pairs = up(&Buffer::from_vec(vec![2_i32, 1]));
+        let number = |number| loss.preference(&losses, &reference, &pairs, of, number);
         Ok(vec![
             number(PairNumber::Loss)?,
             number(PairNumber::Margin)?,
             number(PairNumber::Correct)?,
-            loss.preference_grad(&losses, &reference, &dloss, of)?,
+            loss.preference_grad(&losses, &reference, &pairs, &dloss, of)?,
         ])
+    });
+    same("sums of groups", |device, up| {
+        let loss = device.loss()?;
+        let values = up(&Buffer::from_vec((0..12).map(|at| f64::from(at).sin()).collect::<Vec<f64>>()));
+        let ids = up(&Buffer::from_vec(vec![0_i32, 2, -1, 0, 2, 2, 1, 1, 1, -1, 0, 1]));
+        let sums = loss.group_sums(&values, &ids, 2, 3)?;
+        Ok(vec![loss.group_sums_grad(&sums, &ids, 2)?, sums])
     });
     same("accuracy", |device, up| {
         Ok(vec![device.loss()?.correct(
@@ -1001,6 +1011,15 @@ fn ids_outside_the_vocabulary_are_an_error() {
     let rows = device.permutation().unwrap().gather(&up(&values("x", 12)), &index, 2, 4).unwrap();
     let error = device.download(&rows).unwrap_err().to_string();
     assert_eq!(error, "gather: index 6 at place 1: indices are from 0 to 5");
+
+    let Some(others) = devices(Products::OfTheCpu) else { return };
+    for device in others {
+        let up = |host: &Buffer| device.upload(host).unwrap();
+        let (values, ids) = (Buffer::from_vec(vec![1.0_f64; 4]), Buffer::from_vec(vec![0_i32, -1, 1, 2]));
+        let sums = device.loss().unwrap().group_sums(&up(&values), &up(&ids), 2, 2);
+        let error = sums.and_then(|sums| device.download(&sums)).unwrap_err().to_string();
+        assert_eq!(error, "group_sums: index 2 at place 3: indices are from 0 to 1");
+    }
 
     let Some(devices) = devices(Products::OfTheCpu) else { return };
     for device in devices {

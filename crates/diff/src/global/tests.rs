@@ -29,7 +29,6 @@ pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize
         run: program::Program { mesh, ops: vec![op], constants: Vec::new() },
         parameters: Vec::new(),
         samples: 2,
-        rows: 1,
         batch: 8,
         stored: DType::F32,
     }

@@ -40,7 +40,7 @@ pub use held::HeldVector;
 pub use report::{Offloaded, RankTime, StepReport};
 
 use crate::agreement::require_same_plan;
-use crate::fit::{require_fit, require_rows};
+use crate::fit::require_fit;
 use crate::mixed::Scaler;
 use crate::offload::Traffic;
 use crate::{ModelPlan, Plan, Result, Watch};
@@ -99,7 +99,6 @@ impl Trainer {
         let _entered = rank.enter(&*format!("{name}::new"));
         require_same_plan(plan, &rank)?;
         require_fit(plan, &rank, &*device)?;
-        require_rows(plan, &*model)?;
         let mut cut = Cut::new(model, plan, &rank)?;
         let device = cut.model.device(device);
         let driver = Driver::new(plan, &cut.schedule, rank.coords().get(Axis::Pp))?;

@@ -67,7 +67,6 @@ impl Trainer {
             },
             batch: batch.clone(),
             micro_batch: self.cut.micro_batch,
-            rows_of_sample: self.cut.model.model().rows(),
             activations: self.pipeline.activations.clone(),
             seeds: Vec::new(),
             loss_scale: 1.0,

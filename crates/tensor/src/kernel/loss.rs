@@ -55,7 +55,7 @@ pub struct Preference {
     pub label_smoothing: f64,
 }
 
-/// A number of a pair of answers.
+/// A number of a pair of answers; of several pairs their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PairNumber {
     /// The loss.
@@ -104,13 +104,37 @@ kernels! {
         fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
             | profile(Loss: logits, targets), halves(as_is), meta(F64 => samples);
 
-        /// A number of each pair, in f64. `losses` and `reference` have an f64 for the chosen answer of each pair, and
-        /// one for the rejected answer behind it.
-        fn preference(&self, losses: &Buffer, reference: &Buffer, of: Preference, number: PairNumber) -> Result<Buffer>
-            | profile(Loss: losses, reference), halves(as_is), meta(F64 => losses.count() / 2);
+        /// An f64 for each of the `groups` groups of each sample: the sum of those f64 of `values` `[samples, places]`
+        /// whose place has the group's number in `ids`, i32, in their order. A negative id is of no group.
+        fn group_sums(&self, values: &Buffer, ids: &Buffer, samples: usize, groups: usize) -> Result<Buffer>
+            | profile(Loss: values, ids), halves(as_is), meta(F64 => samples * groups);
 
-        /// The gradients of the losses of answers, from an f64 per pair: the gradient of its loss.
-        fn preference_grad(&self, losses: &Buffer, reference: &Buffer, dloss: &Buffer, of: Preference) -> Result<Buffer>
-            | profile(Loss: losses, reference, dloss), halves(as_is), meta(like losses);
+        /// The gradient of the values, from an f64 for each group of each sample: of each place its group's, or 0.
+        fn group_sums_grad(&self, dsums: &Buffer, ids: &Buffer, samples: usize) -> Result<Buffer>
+            | profile(Loss: dsums, ids), halves(as_is), meta(F64 => ids.count());
+
+        /// A number of the pairs of each sample, summed over them in f64. `losses` and `reference` `[samples, answers]`
+        /// have an f64 for the chosen answer of each pair, and one for the rejected answer behind it. `pairs` has an
+        /// i32 for each sample: how many it has. Answers behind them count for nothing.
+        fn preference(
+            &self,
+            losses: &Buffer,
+            reference: &Buffer,
+            pairs: &Buffer,
+            of: Preference,
+            number: PairNumber,
+        ) -> Result<Buffer>
+            | profile(Loss: losses, reference, pairs), halves(as_is), meta(F64 => pairs.count());
+
+        /// The gradients of the losses of answers, from an f64 per sample: the gradient of the loss of its pairs.
+        fn preference_grad(
+            &self,
+            losses: &Buffer,
+            reference: &Buffer,
+            pairs: &Buffer,
+            dloss: &Buffer,
+            of: Preference,
+        ) -> Result<Buffer>
+            | profile(Loss: losses, reference, pairs, dloss), halves(as_is), meta(like losses);
     }
 }

@@ -7,7 +7,7 @@
 //! reduction block of a sequence that cp cuts, so that how a gradient is summed does not depend on the mesh. Losses and
 //! the gradient of x have the bits of `linear` and `cross_entropy`; the gradient of w is summed chunk by chunk.
 
-use super::loss::VocabLoss;
+use super::loss::{Targets, VocabLoss};
 use super::prelude::*;
 use crate::device::Device;
 use crate::kernel::Gemm;
@@ -33,35 +33,40 @@ struct LinearLoss {
 
 /// Tokens of one sample, by their rows among those of all samples.
 struct Chunk {
-    sample: usize,
     rows: Range<usize>,
 }
 
 impl Var {
     /// `x.linear(w, 1)?.cross_entropy(targets)` of x `[samples, .., features]` and w `[vocab, features]`, with the
-    /// logits of at most `chunk` tokens at a time: the loss of each sample, `[samples]` in f64, against i32 targets
-    /// `[samples, ..]`, negative ones masked.
+    /// logits of at most `chunk` tokens at a time: the loss of each sample, `[samples]` in f64, or of each of its
+    /// groups of tokens, `[samples, groups]`, against i32 targets `[samples, ..]`, negative ones masked.
     ///
     /// # Errors The errors of `linear` and `cross_entropy`; a chunk of no tokens. An id outside of the vocabulary is
     /// counted from the first token of its chunk.
-    pub fn linear_cross_entropy(&self, weight: &Var, targets: &Var, chunk: usize) -> Result<Var> {
-        let width = weight.shape().first().copied().unwrap_or(0);
-        self.tape().apply(LinearLoss::new(self, weight, VocabLoss::whole(width), chunk), &[self, weight, targets])
+    pub fn linear_cross_entropy<'a>(
+        &'a self,
+        weight: &'a Var,
+        targets: impl Into<Targets<'a>>,
+        chunk: usize,
+    ) -> Result<Var> {
+        let (width, targets) = (weight.shape().first().copied().unwrap_or(0), targets.into());
+        let loss = VocabLoss::whole(width, targets);
+        self.tape().apply(LinearLoss::new(self, weight, loss, chunk), &targets.behind(&[self, weight]))
     }
 
     /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: the loss of
     /// [`vocab_parallel_cross_entropy`](Self::vocab_parallel_cross_entropy).
-    pub fn vocab_parallel_linear_cross_entropy(
-        &self,
-        weight: &Var,
-        targets: &Var,
+    pub fn vocab_parallel_linear_cross_entropy<'a>(
+        &'a self,
+        weight: &'a Var,
+        targets: impl Into<Targets<'a>>,
         axis: Axis,
         vocab: usize,
         chunk: usize,
     ) -> Result<Var> {
-        let width = weight.shape().first().copied().unwrap_or(0);
-        let loss = VocabLoss::cut(self, axis, width, vocab);
-        self.tape().apply(LinearLoss::new(self, weight, loss, chunk), &[self, weight, targets])
+        let (width, targets) = (weight.shape().first().copied().unwrap_or(0), targets.into());
+        let loss = VocabLoss::cut(self, axis, width, vocab, targets);
+        self.tape().apply(LinearLoss::new(self, weight, loss, chunk), &targets.behind(&[self, weight]))
     }
 }
 
@@ -80,7 +85,7 @@ impl LinearLoss {
         let (tokens, chunk) = (self.input[1], self.chunk);
         samples.flat_map(move |sample| {
             let all = sample * tokens + tokens * slice / slices..sample * tokens + tokens * (slice + 1) / slices;
-            all.clone().step_by(chunk).map(move |row| Chunk { sample, rows: row..all.end.min(row + chunk) })
+            all.clone().step_by(chunk).map(move |row| Chunk { rows: row..all.end.min(row + chunk) })
         })
     }
 
@@ -108,6 +113,7 @@ struct Pass<'a> {
     w: Tensor,
     targets: Tensor,
     lse: Tensor,
+    /// The gradient of each sample's loss, or of each token's.
     scale: Tensor,
     dx: Option<Buffer>,
 }
@@ -124,7 +130,8 @@ impl Pass<'_> {
         let ([_, _, k], n) = (self.op.input, self.op.loss.shard.width);
         let (loss, matmul) = (self.device.loss()?, self.device.matmul()?);
         for chunk in self.op.chunks(samples, slice) {
-            let (rows, scale) = (chunk.rows.len(), self.scale.buffer().slice(chunk.sample..chunk.sample + 1)?);
+            let (rows, each) = (chunk.rows.len(), self.targets.count() / self.scale.count());
+            let scale = self.scale.buffer().slice(chunk.rows.start / each..chunk.rows.end.div_ceil(each))?;
             let mut grad = self.op.logits(&chunk, &self.x, &self.w)?;
             let (targets, lse) = (chunk.rows_of(&self.targets, 1)?, chunk.rows_of(&self.lse, 1)?);
             loss.grad(&mut grad, &targets, &lse, &scale, self.op.loss.shard)?;
@@ -179,12 +186,14 @@ impl Op for LinearLoss {
         if self.loss.cut_over.is_some() { "vocab_parallel_linear_cross_entropy" } else { "linear_cross_entropy" }
     }
 
-    stated! { x, weight, targets }
+    fn operands(&self) -> &'static [&'static str] {
+        self.loss.operands(&["x", "weight", "targets", "groups"])
+    }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (x, weight) = (operands[0], operands[1]);
         let logits = Operand::value("logits", rules::contract(self.name(), x, weight, 1)?, x.ndim + weight.ndim - 2);
-        self.loss.types(self.name(), logits, operands[2])
+        self.loss.types(self.name(), logits, &operands[2..])
     }
 
     fn padded(&self) -> Padded {
@@ -195,7 +204,10 @@ impl Op for LinearLoss {
         let (x, w, targets) = (inputs[0], inputs[1], inputs[2]);
         let (xs, ws) = (x.shape(), w.shape());
         cx.require(
-            ws.len() == 2 && xs.len() > 1 && xs.last() == ws.last() && xs[..xs.len() - 1] == targets.shape()[..],
+            ws.len() == 2
+                && xs.len() > 1
+                && xs.last() == ws.last()
+                && inputs[2..].iter().all(|of| of.shape()[..] == xs[..xs.len() - 1]),
             || "x is [samples, .., features], weight [vocab, features], and targets have the shape of x without the features".to_owned(),
             inputs,
         )?;
@@ -217,21 +229,24 @@ impl Op for LinearLoss {
                 layout.copy_into(&sums, count..2 * count, all_sums, rows + at)?;
             }
         }
-        let (total, lse) = self.loss.total(cx, parts, targets, samples)?;
+        let (total, lse) = self.loss.total(cx, parts, &inputs[2..], samples)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
-        cx.save(targets)?;
         cx.save_exact(&Tensor::from_buffer(device, lse, [rows])?)?;
+        inputs[2..].iter().try_for_each(|targets| cx.save(targets))?;
         Ok(total)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let device = grad.device().clone();
-        let (x, w, targets, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, cx.saved(3)?);
+        let (x, w, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?);
+        let mut targets = (2..self.operands().len()).map(|at| cx.saved(1 + at)).collect::<Result<Vec<_>>>()?;
+        let scale = self.loss.scale(grad, &targets)?;
+        let targets = targets.swap_remove(0);
         let ([samples, tokens, k], dtype) = (self.input, w.dtype());
         let shape = x.shape();
         let dx = cx.needs(0).then(|| device.alloc(cx.tape().share_dtype(dtype), samples * tokens * k)).transpose()?;
-        let mut pass = Pass { op: self, device: &device, x, w, targets, lse, scale: grad, dx };
+        let mut pass = Pass { op: self, device: &device, x, w, targets, lse, scale, dx };
         let mut dw = None;
         if cx.needs(1) {
             dw = cx.write_grad(1, dtype, self.weight_shape, self.tokens, |room| pass.share(room))?;
@@ -239,6 +254,6 @@ impl Op for LinearLoss {
             pass.run(0..samples, (0, 1), None)?;
         }
         let dx = pass.dx.map(|dx| Tensor::from_buffer(&device, dx, shape)).transpose()?;
-        Ok(vec![dx, dw, None])
+        Ok([dx, dw].into_iter().chain(self.operands()[2..].iter().map(|_| None)).collect())
     }
 }

@@ -82,6 +82,6 @@ pub use channel_norm::Moments;
 pub use exchange::{Exchange, Exchanged};
 pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;
-pub use loss::VocabLoss;
+pub use loss::{Targets, TokenGroups, VocabLoss};
 pub use order::Order;
 pub use swiglu::MlpKind;

@@ -1,5 +1,4 @@
-//! The loss of pairs of a preferred and a rejected answer, against a reference: direct preference optimisation. Two
-//! rows that follow each other are a pair.
+//! The loss of pairs of a preferred and a rejected answer, against a reference: direct preference optimisation.
 
 use super::prelude::*;
 use super::whole::require_whole;
@@ -13,28 +12,30 @@ struct OfPairs {
 }
 
 impl Var {
-    /// The loss of each pair, `[pairs]` in f64, of the losses of answers, `[2 pairs]` in f64: of each pair the chosen
-    /// answer's, then the rejected one's, each summed over its tokens. `reference` `[pairs, 2]` in f64 has the same of
-    /// the model that the answers are compared with, and gets a gradient if it needs one.
-    pub fn preference_loss(&self, reference: &Var, of: Preference) -> Result<Var> {
-        self.of_pairs(reference, of, PairNumber::Loss)
+    /// The loss of each sample's pairs, summed over them, `[samples]` in f64, of the losses of answers, `[samples,
+    /// answers]` in f64: of each pair the chosen answer's, then the rejected one's, each summed over its tokens. A
+    /// sample has the first of them, as many pairs as `pairs` says, `[samples]` in i32. `reference` `[samples,
+    /// answers]` in f64 has the same of the model that the answers are compared with, and gets a gradient if it needs
+    /// one.
+    pub fn preference_loss(&self, reference: &Var, pairs: &Var, of: Preference) -> Result<Var> {
+        self.of_pairs(reference, pairs, of, PairNumber::Loss)
     }
 
-    /// Another number of each pair, `[pairs]` in f64. A metric: it has no gradient.
-    pub fn preference(&self, reference: &Var, of: Preference, number: PairNumber) -> Result<Var> {
-        self.detach().of_pairs(reference, of, number)
+    /// Another number of each pair, summed over those of a sample, `[samples]` in f64. A metric: it has no gradient.
+    pub fn preference(&self, reference: &Var, pairs: &Var, of: Preference, number: PairNumber) -> Result<Var> {
+        self.detach().of_pairs(reference, pairs, of, number)
     }
 
-    fn of_pairs(&self, reference: &Var, of: Preference, number: PairNumber) -> Result<Var> {
+    fn of_pairs(&self, reference: &Var, pairs: &Var, of: Preference, number: PairNumber) -> Result<Var> {
         require_whole("preference", &[self, reference])?;
-        self.tape().apply(OfPairs { of, number }, &[self, reference])
+        self.tape().apply(OfPairs { of, number }, &[self, reference, pairs])
     }
 }
 
 impl Op for OfPairs {
-    stated! { "preference": losses, reference }
+    stated! { "preference": losses, reference, pairs }
 
-    /// The samples of both are cut alike: no rank has half of a pair.
+    /// The samples are cut alike: no rank has half of a pair.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::elementwise(
             self.name(),
@@ -47,28 +48,37 @@ impl Op for OfPairs {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let (losses, reference) = (inputs[0], inputs[1]);
-        let pairs = reference.shape().first().copied().unwrap_or(0);
-        let fits = reference.shape()[..] == [pairs, 2] && losses.shape()[..] == [2 * pairs];
-        let doubles = [losses, reference].iter().all(|x| x.dtype() == DType::F64);
+        let (losses, reference, pairs) = (inputs[0], inputs[1], inputs[2]);
+        let samples = pairs.shape().first().copied().unwrap_or(0);
+        let fits = losses.shape().len() == 2
+            && losses.shape() == reference.shape()
+            && losses.shape()[1] % 2 == 0
+            && pairs.shape()[..] == losses.shape()[..1];
+        let types = [losses, reference, pairs].map(Tensor::dtype) == [DType::F64, DType::F64, DType::I32];
         cx.require(
-            fits && doubles,
-            || "losses are f64 of [2 pairs], and the reference of [pairs, 2]".to_owned(),
+            fits && types,
+            || {
+                "losses and the reference are f64 of [samples, 2 pairs], and the numbers of pairs i32 of [samples]"
+                    .to_owned()
+            },
             inputs,
         )?;
         cx.save_input(0)?;
         cx.save_input(1)?;
-        let number = losses.device().loss()?.preference(losses.buffer(), reference.buffer(), self.of, self.number)?;
-        Tensor::from_buffer(losses.device(), number, [pairs])
+        cx.save_input(2)?;
+        let (loss, number) = (losses.device().loss()?, self.number);
+        let number = loss.preference(losses.buffer(), reference.buffer(), pairs.buffer(), self.of, number)?;
+        Tensor::from_buffer(losses.device(), number, [samples])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let (losses, reference, device) = (cx.saved(0)?, cx.saved(1)?, grad.device());
-        let dlosses = device.loss()?.preference_grad(losses.buffer(), reference.buffer(), grad.buffer(), self.of)?;
+        let (losses, reference, pairs, device) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, grad.device());
+        let buffers = [&losses, &reference, &pairs, &grad].map(Tensor::buffer);
+        let dlosses = device.loss()?.preference_grad(buffers[0], buffers[1], buffers[2], buffers[3], self.of)?;
         // Rewards depend on the difference of the two.
         let dreference = cx.needs(1).then(|| device.elementwise()?.map(Map::Scale(-1.0), &dlosses)).transpose()?;
-        let of_reference = |of| Tensor::from_buffer(device, of, reference.shape());
-        let dlosses = cx.needs(0).then(|| Tensor::from_buffer(device, dlosses, losses.shape())).transpose()?;
-        Ok(vec![dlosses, dreference.map(of_reference).transpose()?])
+        let shaped = |of| Tensor::from_buffer(device, of, losses.shape());
+        let dlosses = cx.needs(0).then(|| shaped(dlosses)).transpose()?;
+        Ok(vec![dlosses, dreference.map(shaped).transpose()?, None])
     }
 }

@@ -11,7 +11,7 @@ use meshwork_tensor::Precision;
 use meshwork_tensor::device::{Kernels, Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Mask, Order, Pattern, Preference, Rotary, RowGroups};
+use meshwork_tensor::op::{Documents, Mask, Order, Pattern, Preference, Rotary, RowGroups, Targets, TokenGroups};
 use meshwork_tensor::tape::{HalfType, Mode, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Result, Role, Tape, Tensor, Var, Widened};
 use meshwork_testkit::opaque::{self, Opaque};
@@ -220,9 +220,13 @@ pub fn cases() -> Vec<Case> {
         case("softmax", &[(x, I)], |_, v| v[0].softmax()),
         case("mean_squared_error", &[(x, S(2)), (x, S(2))], |_, v| v[0].mean_squared_error(&v[1])),
         case("preference_loss", &[(x, I)], |tape, v| {
-            let reference = Tensor::from_slice(tape.device(), &[1.0_f64, 2.0], [1, 2])?;
-            let losses = v[0].narrow(1, 0..3)?.cross_entropy(&tokens(tape))?;
-            losses.preference_loss(&tape.constant(reference, types(I)), Preference { beta: 0.5, label_smoothing: 0.1 })
+            let constant = |tensor| Ok::<_, Error>(tape.constant(tensor?, types(I)));
+            let reference = constant(Tensor::from_slice(tape.device(), &[1.0_f64, 2.0, 0.5, 0.5], [2, 2]))?;
+            let pairs = constant(Tensor::from_slice(tape.device(), &[1, 0], [2]))?;
+            let answers = ids(tape, &[0, 1, 1, 0, -1, 1], &[2, 3], types(I));
+            let groups = Some(TokenGroups { of: &answers, count: 2 });
+            let losses = v[0].narrow(1, 0..3)?.cross_entropy(Targets { ids: &tokens(tape), groups })?;
+            losses.preference_loss(&reference, &pairs, Preference { beta: 0.5, label_smoothing: 0.1 })
         }),
         case("reshape", &[(x, S(1))], |_, v| v[0].reshape(&[2, 2, 2, 6])),
         case("transpose", &[(&[2, 3, 4, 5], S(1))], |_, v| v[0].transpose(1, 3)),

@@ -2,7 +2,7 @@
 //! rules accept.
 
 use meshwork_core::{Axis, Ty};
-use meshwork_tensor::op::{Mask, Moments, Preference, Rotary, RowGroups};
+use meshwork_tensor::op::{Mask, Moments, Preference, Rotary, RowGroups, Targets, TokenGroups};
 use meshwork_tensor::{Result, Tensor, Var};
 use meshwork_testkit::check::{CheckError, OpInput, Problem, Report, check_op};
 use std::rc::Rc;
@@ -77,7 +77,10 @@ fn functions_of_two_values() {
     });
     check("mean_squared_error", &[x(&[3, 5]), y(&[3, 5])], |v| v[0].mean_squared_error(&v[1]));
     let of = Preference { beta: 0.7, label_smoothing: 0.1 };
-    check("preference_loss", &[x(&[6]), y(&[3, 2]).fixed(&[1])], |v| v[0].preference_loss(&v[1], of));
+    let pairs = OpInput::ids("pairs", &[3], 3);
+    check("preference_loss", &[x(&[3, 4]).fixed(&[1]), y(&[3, 4]).fixed(&[1]), pairs], |v| {
+        v[0].preference_loss(&v[1], &v[2], of)
+    });
 }
 
 /// Dims of extent 1, of either operand, at the front, inside and at the end. With y as a parameter too, whose gradient
@@ -268,6 +271,16 @@ fn tables() {
     check("vocab_parallel_linear_cross_entropy", &[x(), w(), targets()], |v| {
         let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
         v[0].vocab_parallel_linear_cross_entropy(&v[1], &v[2], Axis::Tp, v[1].shape()[0] * tp, 2)
+    });
+    // The same by groups of tokens, which lie as the targets do.
+    fn by<'a>(ids: &'a Var, groups: &'a Var) -> Targets<'a> {
+        Targets { ids, groups: Some(TokenGroups { of: groups, count: 2 }) }
+    }
+    let groups = || OpInput::ids("groups", &[3, 1], 2);
+    check("cross_entropy", &[logits(), targets(), groups()], |v| v[0].cross_entropy(by(&v[1], &v[2])));
+    check("vocab_parallel_linear_cross_entropy", &[x(), w(), targets(), groups()], |v| {
+        let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
+        v[0].vocab_parallel_linear_cross_entropy(&v[1], by(&v[2], &v[3]), Axis::Tp, v[1].shape()[0] * tp, 2)
     });
 }
 

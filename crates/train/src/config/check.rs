@@ -160,11 +160,12 @@ fn check_checkpoints(config: &Config, settings: &mut Settings) {
 
 /// Examples to fine-tune on: they are packed, and must not see each other.
 fn check_examples(config: &Config, settings: &mut Settings) {
-    let sft = config.training.objective == Objective::Sft;
     let (objective, documents) = ("training.objective", "data.documents");
-    settings.require(&[objective, documents], !sft || config.data.documents == "attention", || {
+    let packed = config.training.objective != Objective::Pretrain;
+    settings.require(&[objective, documents], !packed || config.data.documents == "attention", || {
         let problem = format!(
-            "lets examples that share a sequence see each other, or learn across their boundary ({objective} = sft)"
+            "lets examples that share a sequence see each other, or learn across their boundary ({objective} = {})",
+            config.training.objective
         );
         Fault::new(documents, &config.data.documents, problem, "use attention, or leave it out")
     });
@@ -181,11 +182,6 @@ fn check_pairs(config: &Config, settings: &mut Settings) {
             "compares the model with its frozen weights, and without adapters nothing is frozen (lora.rank = 0)";
         Fault::new(objective, "dpo", problem, "set lora.rank, such as 8")
     });
-    settings.require(&[objective, "moe.num_experts"], config.moe.num_experts == 0, || {
-        let problem =
-            "losses and loads of routers are of single answers, and a sample is a pair (training.objective = dpo)";
-        Fault::new("moe.num_experts", config.moe.num_experts, problem, "use a model without experts")
-    });
     settings.require(&[objective, "dpo.label_smoothing"], smoothing < 0.5, || {
         let problem = "takes more pairs to be the wrong way round than not";
         Fault::new("dpo.label_smoothing", smoothing, problem, "use a share below 0.5")
@@ -195,14 +191,6 @@ fn check_pairs(config: &Config, settings: &mut Settings) {
         let problem = "never empties its pipeline, and each step of training.objective = dpo begins with a pass of the frozen model";
         Fault::new(schedule, &config.pipeline.schedule, problem, "use a synchronous schedule")
     });
-    let compress = ["compress.activations", "compress.activation_gradients"];
-    for (key, scheme) in compress.into_iter().zip([&config.compress.activations, &config.compress.activation_gradients])
-    {
-        settings.require(&[objective, key], scheme == "none", || {
-            let problem = "compresses samples row by row, and a pair is two rows (training.objective = dpo)";
-            Fault::new(key, scheme, problem, "use none")
-        });
-    }
 }
 
 /// A sliding window of a class of `transformers` that has none.

@@ -11,7 +11,7 @@ use meshwork_engine::{Numerics, Plan, Samples, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::decoder::{DecoderConfig, DecoderModel};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::families::{GPT2, LLAMA};
-use meshwork_models::language::{Boundary, Frozen};
+use meshwork_models::language::{self, Boundary, Frozen};
 use meshwork_nn::{Adapted, Model as AnyModel, Preferring};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
@@ -47,7 +47,10 @@ impl Config {
             None => return Arc::new(model),
         };
         match self.training.objective {
-            Objective::Dpo => Arc::new(Preferring::new(model, self.dpo.preference())),
+            Objective::Dpo => {
+                let answers = language::answers(self.model.seq_len);
+                Arc::new(Preferring::new(model, answers, self.dpo.preference()))
+            }
             Objective::Pretrain | Objective::Sft => Arc::new(model),
         }
     }

@@ -110,7 +110,7 @@ pub(super) fn derive(settings: &mut Settings) {
     let preset = preset(&settings.get::<String>("model.preset"));
     settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read
     settings.derive("data.tokenizer", &[], "bytes");
-    let packed = settings.get::<Objective>("training.objective") == Objective::Sft;
+    let packed = settings.get::<Objective>("training.objective") != Objective::Pretrain;
     settings.derive("data.documents", &["training.objective"], if packed { "attention" } else { "stream" });
     let method = if settings.get::<usize>("parallelism.cp") > 1 { "all_gather" } else { "none" };
     settings.derive("parallelism.context_parallel_method", &["parallelism.cp"], method);

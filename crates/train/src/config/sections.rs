@@ -392,7 +392,7 @@ sections! {
         /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a
         /// document is no target, so that nothing is learnt across the boundary. positions: also, positions start anew
         /// in each document. attention: also, tokens see only those of their own document.
-        documents: String = Derived("stream; with training.objective = sft: attention"), Choice(&["stream", "loss", "positions", "attention"]), Numbers;
+        documents: String = Derived("stream; with training.objective = sft or dpo: attention"), Choice(&["stream", "loss", "positions", "attention"]), Numbers;
         /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
         cache_dir: Option<String> = Unset, Text, Speed;
         /// A file with the chat template that makes a text of messages; unset: the one of the tokenizer's folder
@@ -400,8 +400,8 @@ sections! {
         chat_template: Option<String> = Unset, Text, Data, if EXAMPLES;
         /// The day that strftime_now of a chat template tells, as 2026-01-31; unset: the day on which the run starts.
         date: Option<String> = Unset, Text, Data, if EXAMPLES;
-        /// What becomes of an example of more than model.seq_len tokens: truncate cuts off its end, skip leaves it out.
-        /// Both are counted and told.
+        /// What becomes of an example of more than model.seq_len tokens: truncate cuts off its end, of a pair of
+        /// answers the end of each, at half of model.seq_len; skip leaves it out. Both are counted and told.
         overlong: Overlong = is("truncate"), Choice(Overlong::WORDS), Data, if EXAMPLES;
         /// Whether each epoch permutes the samples, by seed and epoch.
         shuffle: bool = ON, Switch, Numbers;

@@ -104,8 +104,8 @@ words! {
 }
 
 impl Objective {
-    /// Sequences of a sample: of a pair of answers, both.
-    pub fn rows(self) -> usize {
+    /// Documents of an example: of a pair of answers, both.
+    pub fn documents(self) -> usize {
         if self == Self::Dpo { 2 } else { 1 }
     }
 }

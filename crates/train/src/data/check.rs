@@ -116,7 +116,7 @@ pub(super) fn examples(config: &Config) -> Option<Fault> {
 
 /// Parts without a whole sample.
 pub(super) fn lengths(data: &Data, names: &[(&'static str, String)], config: &Config) -> Vec<Fault> {
-    let need = format!("fewer than one sample of model.seq_len + 1 = {} tokens", data.width() as u128 + 1);
+    let need = format!("fewer than one sample of model.seq_len + 1 = {} tokens", data.seq_len as u128 + 1);
     let mut faults = Vec::new();
     for (source, (key, shown)) in names.iter().enumerate() {
         let part = &data.parts[source];
@@ -132,7 +132,7 @@ pub(super) fn lengths(data: &Data, names: &[(&'static str, String)], config: &Co
             };
             faults.push(Fault::new(*key, shown, problem, valid));
         }
-        if config.validation.held_out() > 0.0 && held_out <= data.width() as u64 {
+        if config.validation.held_out() > 0.0 && held_out <= data.seq_len as u64 {
             let problem = format!("holds out {held_out} of {all} tokens of {key} = {shown}, {need}");
             let valid = "use a larger fraction, more data or a smaller model.seq_len";
             faults.push(Fault::new("validation.fraction", config.validation.fraction, problem, valid));

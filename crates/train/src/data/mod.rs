@@ -77,7 +77,6 @@ use documents::Documents;
 use meshwork_core::hash;
 use meshwork_models::language::{self, Boundary};
 use meshwork_nn::{Batch, BatchSource, SAMPLE};
-use meshwork_tensor::Shape;
 use mixture::Mixture;
 use position::Origin;
 pub(crate) use position::Position;
@@ -152,8 +151,8 @@ pub struct Data {
     /// Whether batches say which sample each is.
     numbered: bool,
     seq_len: usize,
-    /// Sequences of a sample: two where it is a pair of answers.
-    rows: usize,
+    /// Whether batches say of which answer each target is.
+    paired: bool,
     shuffle: Option<u64>,
     /// Where a run went on; `None` at the beginning.
     origin: Option<Origin>,
@@ -243,7 +242,7 @@ impl Data {
             placed: false,
             numbered: false,
             seq_len,
-            rows: 1,
+            paired: false,
             shuffle: None,
             origin: None,
             tokenizer: Tokenizer::BYTES,
@@ -295,10 +294,10 @@ impl Data {
 
     /// Packs the examples of each stream into rows, some of them for validation.
     fn packed(mut self, config: &Config) -> Result<Self, DataError> {
-        self.rows = config.training.objective.rows();
-        let pack = if self.rows == 1 { packing::pack } else { packing::pairs };
+        let (documents, held_out) = (config.training.objective.documents(), config.validation.held_out());
+        self.paired = documents == 2;
         for part in &mut self.parts {
-            let packed = pack(&part.stream, self.seq_len, config.validation.held_out(), config.data.overlong)?;
+            let packed = packing::pack(&part.stream, documents, self.seq_len, held_out, config.data.overlong)?;
             if packed.training <= 1 {
                 return Err(Problem::NoAnswers(packed.told).in_file(Path::new("")));
             }
@@ -363,8 +362,8 @@ impl Data {
         self.collect(u128::from(index) * global_batch_size as u128, rows, |index| {
             let (source, nth) = self.mixture.at(index);
             let (samples, part) = (self.samples_of(source, true), &self.parts[source]);
-            assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.width());
-            (source, part.validation().start + (nth % u128::from(samples)) as u64 * self.width() as u64)
+            assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.seq_len);
+            (source, part.validation().start + (nth % u128::from(samples)) as u64 * self.seq_len as u64)
         })
     }
 
@@ -385,10 +384,10 @@ impl Data {
         rows: Range<usize>,
         place: impl Fn(u128) -> (usize, u64),
     ) -> Result<Batch, DataError> {
-        let (count, width) = (rows.len(), self.width());
+        let (count, width) = (rows.len(), self.seq_len);
         let mut inputs = Vec::with_capacity(count * width);
         let mut targets = Vec::with_capacity(count * width);
-        let (mut positions, mut numbers) = (Vec::new(), Vec::new());
+        let (mut positions, mut answers, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
         for row in rows {
             let (source, start) = place(taken + row as u128);
             let stream = &self.parts[source].stream;
@@ -407,6 +406,12 @@ impl Data {
             let firsts = stream.documents.starts(window, &tokens)?;
             let firsts: Vec<usize> = firsts.into_iter().map(|first| (first - start) as usize).collect();
             firsts.iter().for_each(|first| targets[before + first - 1] = MASKED);
+            if self.paired {
+                // Of the document that it lies in: of packed pairs, each is an answer, but for padding.
+                let document = |at: usize| firsts.partition_point(|&first| first <= at) as i32;
+                let of = |(at, &target): (usize, &i32)| if target == MASKED { MASKED } else { document(at) };
+                answers.extend(targets[before..].iter().enumerate().map(of));
+            }
             if self.placed {
                 // A document that began before the sample begins anew with it: the model never sees its first tokens.
                 let edges: Vec<usize> = [0].into_iter().chain(firsts).map(|first| first.min(width)).collect();
@@ -414,23 +419,18 @@ impl Data {
                 positions.extend(edges.iter().zip(ends).flat_map(|(first, end)| 0..(end - first) as i32));
             }
         }
-        let dims = if self.rows == 1 { Shape::new(&[width]) } else { Shape::new(&[self.rows, self.seq_len]) };
-        let batch = Batch::new(count).with(language::TOKENS, dims, inputs);
-        let batch = batch.and_then(|batch| batch.with(language::TARGETS, dims, targets)).expect("whole samples");
-        let placed = if self.placed { batch.with(language::POSITIONS, dims, positions) } else { Ok(batch) };
+        let batch = language::batch(inputs, targets, width).expect("whole samples");
+        let placed = if self.placed { batch.with(language::POSITIONS, [width], positions) } else { Ok(batch) };
         let batch = placed.expect("a position for each token");
+        let paired = if self.paired { batch.with(language::ANSWERS, [width], answers) } else { Ok(batch) };
+        let batch = paired.expect("an answer for each token");
         let numbered = if self.numbered { batch.with(SAMPLE, [], numbers) } else { Ok(batch) };
         Ok(numbered.expect("a number for each sample"))
     }
 
-    /// Tokens of a sample.
-    pub(crate) fn width(&self) -> usize {
-        self.rows * self.seq_len
-    }
-
     /// Number of whole samples of a stream, of the training part or of the held-out part.
     fn samples_of(&self, source: usize, validation: bool) -> u64 {
-        self.parts[source].len(validation).saturating_sub(1) / self.width() as u64
+        self.parts[source].len(validation).saturating_sub(1) / self.seq_len as u64
     }
 
     /// Number of samples before one comes twice.

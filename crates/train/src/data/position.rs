@@ -116,7 +116,7 @@ impl Data {
             Some(origin) => (origin.position.streams[source].clone(), origin.before[source]),
             None => (self.fresh_place(source), 0),
         };
-        assert!(from.samples() > 0, "{} training tokens hold no sample of {} + 1", from.tokens, self.width());
+        assert!(from.samples() > 0, "{} training tokens hold no sample of {} + 1", from.tokens, self.seq_len);
         (source, from.after(nth - before, self.order_of(source)).token())
     }
 
@@ -125,7 +125,7 @@ impl Data {
         StreamPosition {
             stream: String::new(),
             tokens: self.parts[source].training,
-            seq_len: self.width() as u64,
+            seq_len: self.seq_len as u64,
             epoch: 0,
             order: self.order_of(source),
             start: 0,
@@ -145,7 +145,7 @@ impl Data {
             place.after(taken, self.order_of(source))
         };
         let streams = from.streams.into_iter().enumerate().map(place).collect();
-        let tokens = from.tokens + samples * self.width() as u64;
+        let tokens = from.tokens + samples * self.seq_len as u64;
         Position { samples: from.samples + samples, tokens, next, streams, ..from }
     }
 

@@ -2,7 +2,7 @@
 //! `crates/train/tests/fixtures/make_dpo_fixture.py` says what was recorded.
 
 use crate::sft::{Folder, events, examples, losses, numbers};
-use meshwork_engine::{Compress, Plan, ScheduleSpec, dry_run};
+use meshwork_engine::{Plan, ScheduleSpec, dry_run};
 use meshwork_models::language;
 use meshwork_pipeline::Generator;
 use meshwork_testkit::opaque::{self, Opaque};
@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-/// A small model with new adapters that learns from pairs.
-pub const PAIRS: &str = "training.objective=dpo lora.rank=2 dpo.beta=0.5";
+/// A small model with new adapters that learns from pairs, of which each row has one to three.
+pub const PAIRS: &str = "training.objective=dpo lora.rank=2 dpo.beta=0.5 model.seq_len=64";
 
 /// Pairs of answers of 2 to 14 bytes.
 pub fn pairs(count: u64) -> Vec<Value> {
@@ -60,7 +60,8 @@ fn steps(events: &[Value]) -> impl Iterator<Item = &Value> {
     events.iter().filter(|event| event["event"] == "step")
 }
 
-/// 20 steps of AdamW: losses, rewards and the adapter at the end.
+/// 20 steps of AdamW: losses, rewards and the adapter at the end. PyTorch computes each answer by itself, and rows have
+/// different numbers of pairs.
 #[test]
 fn pairs_are_learnt_as_in_pytorch() {
     let recorded = recorded();
@@ -96,8 +97,9 @@ fn pairs_are_learnt_as_in_pytorch() {
     }
 }
 
-const MESHES: [&str; 9] = [
+const MESHES: [&str; 10] = [
     "training.micro_batch_size=1",
+    "parallelism.tp=2 memory.loss_chunk=5",
     "parallelism.dp=2 parallelism.zero_stage=3",
     "parallelism.dp=4",
     "parallelism.tp=2 parallelism.sequence_parallel=true",
@@ -125,6 +127,20 @@ fn pairs_have_one_ranks_bits_on_every_mesh() {
         for more in MESHES {
             assert_eq!(of(more), alone, "{kind}: {more}");
         }
+    }
+}
+
+/// Balance losses of routers are of rows, as without pairs.
+#[test]
+fn pairs_with_experts_have_one_ranks_bits() {
+    let folder = Folder::new(&pairs(40));
+    let base =
+        format!("{PAIRS} model.kind=llama training.numerics=canonical moe.num_experts=4 lora.targets=q_proj,v_proj");
+    let of = |more: &str| numbers(&folder.run(&format!("{base} {more}")));
+    let alone = of("");
+    assert!(alone[0].0 != alone[3].0, "it learns: {alone:?}");
+    for more in ["parallelism.dp=2 parallelism.ep=2", "parallelism.pp=2 training.micro_batch_size=1"] {
+        assert_eq!(of(more), alone, "{more}");
     }
 }
 
@@ -158,30 +174,48 @@ fn every_gradient_is_that_of_one_rank() {
 /// loss ln 2, in front of the first step and whatever lies beside a pair.
 #[test]
 fn a_new_adapter_has_the_rewards_zero_and_the_loss_ln_2() {
-    let folder = Folder::new(&pairs(20));
-    let first = steps(&folder.run(&format!("{PAIRS} training.steps=1"))).next().unwrap().clone();
-    assert_eq!(first["loss"].as_f64().unwrap(), std::f64::consts::LN_2);
-    assert_eq!(first["dpo"], json!({"chosen": 0.0, "rejected": 0.0, "margin": 0.0, "accuracy": 0.0}));
+    // Two pairs of 16 tokens a row, so that the mean of their losses is exact.
+    let pair = |chosen: &str| json!({"prompt": "what", "chosen": chosen, "rejected": "that"});
+    let folder = Folder::new(&["this", "some"].repeat(10).into_iter().map(pair).collect::<Vec<_>>());
+    for more in ["", "parallelism.pp=2 compress.activations=bf16"] {
+        let more = format!("{PAIRS} model.seq_len=32 training.steps=1 {more}");
+        let first = steps(&folder.run(&more)).next().unwrap().clone();
+        assert_eq!(first["loss"].as_f64().unwrap(), std::f64::consts::LN_2, "{more}");
+        assert_eq!(first["dpo"], json!({"chosen": 0.0, "rejected": 0.0, "margin": 0.0, "accuracy": 0.0}));
+    }
 }
 
-/// Both rows of a sample have the prompt; only the answers are targets.
+/// Each answer is a document behind its own prompt; only the answers are targets, and each target says of which.
 #[test]
-fn a_sample_is_a_pair_of_rows() {
+fn a_row_has_the_answers_of_pairs() {
     let pair = [
         json!({"prompt": "ab", "chosen": "cd", "rejected": "e"}),
         json!({"prompt": "f", "chosen": "g", "rejected": "hij"}),
     ];
-    let (_, data) =
-        Folder::new(&pair).load(&format!("{PAIRS} model.seq_len=5 data.shuffle=false training.global_batch_size=2"));
-    let batch = data.batch(0, 2, 0..2).unwrap();
-    let ids = |text: &str| text.bytes().map(i32::from).collect::<Vec<_>>();
-    assert_eq!(batch.dims(language::TOKENS).unwrap()[..], [2, 5]);
-    let rows = [ids("abcd\0"), ids("abe\0\0"), ids("fg\0\0\0"), ids("fhij\0")].concat();
-    assert_eq!(batch.values::<i32>(language::TOKENS).unwrap(), rows);
-    let [c, d, e, g, h, i, j] = *b"cdeghij";
-    let targets = [[0, c, d, 0, 0], [0, e, 0, 0, 0], [g, 0, 0, 0, 0], [h, i, j, 0, 0]].concat();
-    let targets: Vec<i32> = targets.into_iter().map(|id| if id == 0 { -1 } else { i32::from(id) }).collect();
-    assert_eq!(batch.values::<i32>(language::TARGETS).unwrap(), targets);
+    let (config, data) = Folder::new(&pair).load(&format!("{PAIRS} model.seq_len=16 training.global_batch_size=1"));
+    let batch = data.batch(0, 1, 0..1).unwrap();
+    let field = |name: &str| batch.values::<i32>(name).unwrap();
+    assert_eq!(field(language::TOKENS), b"abcdabefgfhij\0\0\0".map(i32::from));
+    assert_eq!(field(language::POSITIONS), [0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1, 2]);
+    let targets = b"\0cd\0\0e\0g\0hij\0\0\0\0".map(|id| if id == 0 { -1 } else { i32::from(id) });
+    assert_eq!(field(language::TARGETS), targets);
+    assert_eq!(field(language::ANSWERS), [-1, 0, 0, -1, -1, 1, -1, 2, -1, 3, 3, 3, -1, -1, -1, -1]);
+    assert_eq!(config.model().loss_terms(&batch, 0..1).unwrap(), 2);
+}
+
+/// The smallest pairs that there are: each answer one token behind one of a prompt.
+#[test]
+fn a_row_has_room_for_all_pairs_that_fit() {
+    let smallest = vec![json!({"prompt": "a", "chosen": "b", "rejected": "c"}); 6];
+    let folder = Folder::new(&smallest);
+    let full = format!("{PAIRS} model.seq_len=9 training.global_batch_size=1 training.steps=1");
+    let (config, data) = folder.load(&full);
+    let batch = data.batch(0, 1, 0..1).unwrap();
+    assert_eq!(config.model().loss_terms(&batch, 0..1).unwrap(), 2);
+    let answers = language::answers(9).ids.unwrap();
+    let most = batch.values::<i32>(language::ANSWERS).unwrap().iter().max().unwrap();
+    assert_eq!((answers.start, answers.end), (-1, most + 1));
+    assert_eq!(losses(&folder.run(&full)), [std::f64::consts::LN_2]);
 }
 
 #[test]
@@ -253,14 +287,16 @@ fn long_pairs_are_cut_or_left_out_together() {
         json!({"prompt": "p", "chosen": "a".repeat(40), "rejected": "a".repeat(50)}),
     ];
     let folder = Folder::new(&long);
-    let told = |more: &str| folder.load(&format!("{PAIRS} training.global_batch_size=1 {more}")).1.notices().join("\n");
+    let row = format!("{PAIRS} model.seq_len=32 training.global_batch_size=1");
+    let told = |more: &str| folder.load(&format!("{row} {more}")).1.notices().join("\n");
     let cut = told("");
-    assert!(cut.contains("2 pairs of 54 tokens in rows of 32, 42.2% full; 3 of more than 32 tokens truncated; 2 without two different answers"), "{cut}");
+    let wanted = "2 pairs of 38 tokens in 2 rows of 32, 59.4% full (one behind the other: 2 rows); \
+                  3 of more than 32 tokens truncated; 2 without two different answers";
+    assert!(cut.contains(wanted), "{cut}");
     let skipped = told("data.overlong=skip");
-    assert!(
-        skipped.contains("1 pairs of 16 tokens in rows of 32, 25.0% full; 3 of more than 32 tokens left out"),
-        "{skipped}"
-    );
+    let wanted = "1 pairs of 16 tokens in 1 rows of 32, 50.0% full (one behind the other: 1 rows); \
+                  3 of more than 32 tokens left out";
+    assert!(skipped.contains(wanted), "{skipped}");
 }
 
 #[test]
@@ -275,8 +311,8 @@ fn what_cannot_learn_from_pairs_is_refused() {
             "training.objective = dpo: compares the model with its frozen weights, and without adapters nothing is frozen",
         ),
         (
-            "model.kind=llama moe.num_experts=4",
-            "moe.num_experts = 4: losses and loads of routers are of single answers",
+            "data.documents=loss",
+            "lets examples that share a sequence see each other, or learn across their boundary (training.objective = dpo)",
         ),
         ("dpo.label_smoothing=0.5", "dpo.label_smoothing = 0.5: takes more pairs to be the wrong way round than not"),
         ("dpo.beta=0", "dpo.beta = 0"),
@@ -284,7 +320,6 @@ fn what_cannot_learn_from_pairs_is_refused() {
             "parallelism.pp=2 pipeline.schedule=pipedream training.max_norm=0",
             "pipeline.schedule = pipedream: never empties its pipeline, and each step of training.objective = dpo begins with a pass",
         ),
-        ("parallelism.pp=2 compress.activations=bf16", "compress.activations = bf16: compresses samples row by row"),
         ("model.seq_len=2", "has nothing to learn: 0 pairs"),
     ] {
         let refused = refused(&folder, more);
@@ -317,17 +352,8 @@ fn what_cannot_learn_from_pairs_is_refused() {
 #[test]
 fn a_trainer_refuses_what_pairs_do_not_go_with() {
     let (config, _) = Folder::new(&pairs(8)).load(&format!("{PAIRS} parallelism.pp=2 training.max_norm=0"));
-    let plan = config.plan().unwrap();
-    let compress = Compress { activations: "bf16".parse().unwrap(), ..Compress::default() };
-    let pipedream = ScheduleSpec::Named { generator: Generator::PipeDream, virtual_stages: None, vertical_sync: false };
-    for (plan, told) in [
-        (
-            Plan { compress, ..plan.clone() },
-            "compression of activations by bf16: its rows are samples, and a sample of the model has 2 rows",
-        ),
-        (Plan { schedule: pipedream, ..plan }, "a reference does not go with schedule pipedream"),
-    ] {
-        let refused = dry_run::predict(&config.model(), &plan, 0).unwrap_err().to_string();
-        assert!(refused.contains(told), "{refused}");
-    }
+    let schedule = ScheduleSpec::Named { generator: Generator::PipeDream, virtual_stages: None, vertical_sync: false };
+    let plan = Plan { schedule, ..config.plan().unwrap() };
+    let refused = dry_run::predict(&config.model(), &plan, 0).unwrap_err().to_string();
+    assert!(refused.contains("a reference does not go with schedule pipedream"), "{refused}");
 }

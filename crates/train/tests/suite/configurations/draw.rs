@@ -269,8 +269,7 @@ impl Case {
             }
         }
         if frame.pretrained.is_none() && rarely(&mut own, 8) {
-            let pairs = frame.experts == 0 && !frame.lossy && !frame.asynchronous();
-            case.draw_examples(&mut own, pairs);
+            case.draw_examples(&mut own, !frame.asynchronous());
         }
         case
     }

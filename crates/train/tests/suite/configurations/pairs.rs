@@ -94,13 +94,7 @@ const FACTORS: [Factor; 14] = [
             ("lora.block_size", "8"),
         ]),
         ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,o_proj")]),
-        ("that learn preferences, without experts", &[
-            ("model.kind", "llama"),
-            ("lora.rank", "2"),
-            ("training.objective", "dpo"),
-            ("moe.num_experts", "0"),
-            ("parallelism.ep", "1"),
-        ]),
+        ("that learn preferences", &[("model.kind", "llama"), ("lora.rank", "2"), ("training.objective", "dpo")]),
     ]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),
     ("optimizer", &[
@@ -119,7 +113,7 @@ const REFUSED: [&[(&str, &[&str])]; 1] = [&[
     ("tp", &["2, sequence"]),
     ("numbers", &["f32, canonical", "products in bf16, canonical", "bf16, canonical", "f16, canonical"]),
     ("tokens at a time", &["logits and inner features of three"]),
-    ("adapters", &["of all", "of a quantised base", "that learn preferences, without experts"]),
+    ("adapters", &["of all", "of a quantised base", "that learn preferences"]),
 ]];
 
 const CANONICAL: (&str, &str) = ("training.numerics", "canonical");
