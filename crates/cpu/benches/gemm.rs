@@ -49,9 +49,10 @@ const PRESETS: [(&str, usize, usize, usize); 14] = [
     ("square4096", 4096, 4096, 0),
 ];
 
-/// Layer, its outputs and inputs in units of (hidden size, vocabulary, [`RANK`]), and the operation that follows it. The
-/// gated layer has four hidden sizes, so that `tiny`, with `projection`, `gated`, `down` and `head`, is `llama-tiny` too.
-/// `loraA` and `loraB` are the adapter beside `up`: what reads or writes its features is added to those of `up`.
+/// Layer, its outputs and inputs in units of (hidden size, vocabulary, [`RANK`]), and the operation that follows it.
+/// The gated layer has four hidden sizes, so that `tiny`, with `projection`, `gated`, `down` and `head`, is
+/// `llama-tiny` too. `loraA` and `loraB` are the adapter beside `up`: what reads or writes its features is added to
+/// those of `up`.
 const LAYERS: [(&str, [usize; 3], [usize; 3], Then); 8] = [
     ("qkv", [3, 0, 0], [1, 0, 0], Then::Nothing),
     ("projection", [1, 0, 0], [1, 0, 0], Then::Nothing),

@@ -5,8 +5,8 @@
 //!
 //! Many CPUs with AVX2 start four instructions a cycle, two of them multiplications. A word needs 20 instructions (two
 //! loads of B, 6 elements of A, 12 multiplications), so few others may be added. Constant strides need no instructions,
-//! and a loop over pairs of words counts and jumps half as often. A word takes 24.5 instructions if both operands are
-//! packed, 26.5 if rows of A are read in place, and 30 otherwise.
+//! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
+//! too or its rows are read in place, and 26.5 otherwise.
 
 use super::{Elements, Micro, Strip, Tile, quads, round_vectors};
 use half::bf16;
@@ -188,7 +188,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
 }
 
 narrow! {
-    narrow, narrow_of_height, "avx2,fma", 2 words, [1 2 3 4 5 6 7 8 9 10 11 12],
+    narrow, narrow_of_height, "avx2,fma", 2 words [1 1], [1 2 3 4 5 6 7 8 9 10 11 12],
     _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_add_ps, _mm256_fmadd_ps, first_lanes, load_lanes, _mm256_maskstore_ps
 }
 

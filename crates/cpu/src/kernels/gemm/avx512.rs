@@ -148,13 +148,13 @@ tiles!(tile_of_width, tile_of, "avx512f", _mm512_fmadd_ps);
 tiles!(bf16_tile_of_width, bf16_tile_of, "avx512f,avx512bw,avx512bf16", add_pairs);
 
 narrow! {
-    narrow, narrow_of_height, "avx512f", 4 words, [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    narrow, narrow_of_height, "avx512f", 4 words [4], [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_add_ps, _mm512_fmadd_ps, first_lanes, _mm512_maskz_loadu_ps,
     _mm512_mask_storeu_ps
 }
 // Vectors of half the width, of which a CPU loads more at a time.
 narrow! {
-    narrow_half, narrow_half_of_height, "avx512f,avx512vl,avx2,fma", 4 words, [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    narrow_half, narrow_half_of_height, "avx512f,avx512vl,avx2,fma", 4 words [4], [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_add_ps, _mm256_fmadd_ps, half_lanes, load_lanes, _mm256_maskstore_ps
 }
 

@@ -1,14 +1,15 @@
-//! Tiles of few columns, one vector wide, where rows of A are read in place: products with the small side of an adapter.
+//! Tiles of few columns, one vector wide, where rows of A are read in place: products with the small side of an
+//! adapter.
 //!
 //! One vector a row has half the multiplications of two, so that a tile as high as the others does not hide their
-//! latency, and finding an element of A takes as long as multiplying it. These tiles are higher, and multiply some words
-//! of a row one after the other: the address of a row serves all of them.
+//! latency, and finding an element of A takes as long as multiplying it. These tiles are higher. With many registers
+//! they multiply some words of a row one after the other: the address of a row serves all of them.
 
 /// The function `$name` for vectors of these instructions: tiles of at most one vector of columns and of one of these
-/// heights, `$words` words at a time. Rows of A are contiguous; B is packed.
+/// heights. Rows of A are contiguous; B is packed. A turn multiplies `$words` words, in parts that go from row to row.
 macro_rules! narrow {
     (
-        $name:ident, $of_height:ident, $feature:literal, $words:literal words, [$($height:literal)*],
+        $name:ident, $of_height:ident, $feature:literal, $words:literal words [$($part:literal)*], [$($height:literal)*],
         $zero:ident, $all:ident, $load:ident, $add:ident, $fmadd:ident, $first_lanes:ident, $masked:ident, $store:ident
     ) => {
         /// [`Micro::narrow`](super::Micro::narrow).
@@ -56,7 +57,7 @@ macro_rules! narrow {
                 };
             }
             for _ in 0..tile.words / $words {
-                words!($words);
+                $(words!($part);)*
             }
             for _ in 0..tile.words % $words {
                 words!(1);
