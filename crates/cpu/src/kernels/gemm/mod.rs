@@ -585,11 +585,12 @@ pub(super) struct Tile {
 /// of a narrow one.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
+#[expect(clippy::pointers_in_nomem_asm_block, reason = "it is no instruction, and reads nothing")]
 fn quads<const R: usize>(tile: &Tile) -> [*const f32; 4] {
     let mut quads = [tile.a; 4];
     for (at, quad) in quads.iter_mut().enumerate().skip(1).take(R.div_ceil(4) - 1) {
         let mut row = tile.a.wrapping_add(4 * at * tile.a_row);
-        // SAFETY: it is no instruction, only a place where the compiler forgets where the pointer came from.
+        // SAFETY: only a place where the compiler forgets where the pointer came from.
         unsafe { asm!("/* {0} */", inout(reg) row, options(pure, nomem, nostack, preserves_flags)) };
         *quad = row;
     }
