@@ -31,13 +31,14 @@ use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
 /// reads its weight at twice as many bytes per second as it has operations. `square..` has the projection alone, whose
-/// extents are all the same.
-const PRESETS: [(&str, usize, usize, usize); 13] = [
+/// extents are all the same. `sample` is `small` with one sample at a time.
+const PRESETS: [(&str, usize, usize, usize); 14] = [
     ("token", 1, 768, 50_257),
     ("tokens4", 4, 768, 50_257),
     ("tokens16", 16, 768, 50_257),
     ("tiny", 2048, 128, 256),
     ("small", 3072, 384, 256),
+    ("sample", 256, 384, 256),
     ("medium", 2048, 512, 50_257),
     ("gpt2", 2048, 768, 50_304),
     ("square128", 128, 128, 0),
@@ -48,16 +49,23 @@ const PRESETS: [(&str, usize, usize, usize); 13] = [
     ("square4096", 4096, 4096, 0),
 ];
 
-/// Layer, its outputs and inputs in units of (hidden size, vocabulary), and the operation that follows it. The gated
-/// layer has four hidden sizes, so that `tiny`, with `projection`, `gated`, `down` and `head`, is `llama-tiny` too.
-const LAYERS: [(&str, [usize; 2], usize, Then); 6] = [
-    ("qkv", [3, 0], 1, Then::Nothing),
-    ("projection", [1, 0], 1, Then::Nothing),
-    ("up", [4, 0], 1, Then::BiasGelu),
-    ("gated", [8, 0], 1, Then::Swiglu),
-    ("down", [1, 0], 4, Then::Nothing),
-    ("head", [0, 1], 1, Then::Nothing),
+/// Layer, its outputs and inputs in units of (hidden size, vocabulary, [`RANK`]), and the operation that follows it.
+/// The gated layer has four hidden sizes, so that `tiny`, with `projection`, `gated`, `down` and `head`, is
+/// `llama-tiny` too. `loraA` and `loraB` are the adapter beside `up`: what reads or writes its features is added to
+/// those of `up`.
+const LAYERS: [(&str, [usize; 3], [usize; 3], Then); 8] = [
+    ("qkv", [3, 0, 0], [1, 0, 0], Then::Nothing),
+    ("projection", [1, 0, 0], [1, 0, 0], Then::Nothing),
+    ("up", [4, 0, 0], [1, 0, 0], Then::BiasGelu),
+    ("gated", [8, 0, 0], [1, 0, 0], Then::Swiglu),
+    ("down", [1, 0, 0], [4, 0, 0], Then::Nothing),
+    ("head", [0, 1, 0], [1, 0, 0], Then::Nothing),
+    ("loraA", [0, 0, 1], [1, 0, 0], Then::Nothing),
+    ("loraB", [4, 0, 0], [0, 0, 1], Then::Nothing),
 ];
+
+/// Rank of the adapter.
+const RANK: usize = 8;
 
 #[derive(Clone, Copy, PartialEq)]
 enum Then {
@@ -81,7 +89,7 @@ fn main() {
     }
     for (preset, tokens, hidden, vocabulary) in PRESETS {
         for (layer, outputs, inputs, then) in LAYERS {
-            let (out, inner) = (outputs[0] * hidden + outputs[1] * vocabulary, inputs * hidden);
+            let [out, inner] = [outputs, inputs].map(|[h, v, r]| h * hidden + v * vocabulary + r * RANK);
             // Y = X Wᵀ, dX = dY W, dW = dYᵀ X, and the last one added to the sum of earlier micro-batches.
             let passes = [
                 ("y", [tokens, out, inner]),
@@ -93,12 +101,18 @@ fn main() {
                 for (precision, in_words) in [(Precision::F32, "f32"), (Precision::Bf16, "bf16")] {
                     let name = format!("{preset} {layer} {pass} {in_words}");
                     let in_preset = tokens != hidden || layer == "projection";
-                    if !in_preset || !asked(&name) || json && (pass == "dw+" || layer == "gated") {
+                    let in_json = pass != "dw+" && layer != "gated" && !layer.starts_with("lora");
+                    if !in_preset || !asked(&name) || json && !in_json {
                         continue;
                     }
                     let dims = if full || once { dims } else { dims.map(|dim| dim.min(40)) };
                     let then = if pass == "y" && !json { then } else { Then::Nothing };
-                    let product = Product { pass, dims, precision, then, rounded: rounded(layer, pass, precision) };
+                    let update = match (layer, pass) {
+                        (_, "dw+") | ("loraA", "dx") | ("loraB", "y") => Update::Accumulate,
+                        _ => Update::Overwrite,
+                    };
+                    let rounded = rounded(layer, pass, precision);
+                    let product = Product { pass, dims, precision, update, then, rounded };
                     if once {
                         let [_] = product.rates(false, [Column::Alone]);
                         println!("{name}");
@@ -133,6 +147,7 @@ struct Product {
     pass: &'static str,
     dims: [usize; 3],
     precision: Precision,
+    update: Update,
     /// The operation that follows.
     then: Then,
     /// Whether A and B are stored in bf16.
@@ -170,7 +185,7 @@ impl Product {
             (0..sets).map(|_| std::array::from_fn(|i| numbers(sizes[i], rounded[i]))).collect();
         let bias = numbers(n, false);
         let budget = if full { Duration::from_millis(250) } else { Duration::ZERO };
-        let update = if self.pass == "dw+" { Update::Accumulate } else { Update::Overwrite };
+        let update = self.update;
         let a_strides = if self.pass.starts_with("dw") { (1, m) } else { (k, 1) };
         let b_strides = if self.pass == "y" { (1, k) } else { (n, 1) };
         columns.map(|column| {

@@ -419,6 +419,8 @@ fn aligned(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>
 /// A range cut into the smallest number of pieces of at most `height`, all of about the same length.
 fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = range.len().div_ceil(height);
-    let edge = move |piece: usize| range.start + piece * range.len() / pieces;
+    // The first pieces are one longer. A division for each piece would take as long as some of its multiplications.
+    let (each, longer) = (range.len() / pieces.max(1), range.len() % pieces.max(1));
+    let edge = move |piece: usize| range.start + piece * each + piece.min(longer);
     (0..pieces).map(move |piece| edge(piece)..edge(piece + 1))
 }

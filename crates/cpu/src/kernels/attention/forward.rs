@@ -204,12 +204,9 @@ fn few<T: Tiled>(
                     }
                 };
                 let kt = tiles.pack([head_dim, keys_of.len()], (k, (1, k_read)), kt);
-                for heads in panels(0..size, tiles.rows) {
-                    let mut to = RowsMut::new(scores, keys);
-                    let (a, b) = (q.from(heads.start, 0), (kt, 0..head_dim, 0..keys_of.len()));
-                    let to = to.part(heads.clone(), keys_of.start);
-                    tiles.times(heads.len(), a, b, to, Update::Overwrite, &mut Ahead::new(&[], [0, 0]));
-                }
+                let mut to = RowsMut::new(scores, keys);
+                let (to, b) = (to.part(0..size, keys_of.start), (kt, 0..head_dim, 0..keys_of.len()));
+                tiles.times(size, q, b, to, Update::Overwrite, &mut Ahead::new(&[], [0, 0]));
             }
             for head in 0..size {
                 let scores = &mut scores[head * keys..][from..live];
@@ -233,12 +230,8 @@ fn few<T: Tiled>(
                 let vs = tiles.pack([keys_of.len(), head_dim], (&v[keys_of.start * v_row..], (v_row, 1)), vs);
                 let p = tiles.left([size, keys_of.len()], (&scores[keys_of.start..], (keys, 1)), p_words);
                 let update = if keys_of.start == from { Update::Overwrite } else { Update::Accumulate };
-                for heads in panels(0..size, tiles.rows) {
-                    let (a, b) = (p.from(heads.start, 0), (vs, 0..keys_of.len(), 0..head_dim));
-                    let mut to = RowsMut::new(out, head_dim);
-                    let to = to.part(heads.clone(), 0);
-                    tiles.times(heads.len(), a, b, to, update, &mut Ahead::new(&[], [0, 0]));
-                }
+                let b = (vs, 0..keys_of.len(), 0..head_dim);
+                tiles.times(size, p, b, RowsMut::new(out, head_dim), update, &mut Ahead::new(&[], [0, 0]));
             }
             for (out, inverse) in out.chunks_exact_mut(head_dim).zip(&*inverses) {
                 out.iter_mut().for_each(|o| *o *= *inverse);
@@ -261,10 +254,10 @@ fn products<T: Tiled>(
     let second = queries.start + tiles.lanes;
     let (middle, end) = (part.seen_by(second.min(queries.end)), part.seen_by(queries.end));
     for (seen, first) in [(from..middle, queries.start), (middle..end, second)] {
-        for rows in panels(seen, tiles.rows) {
+        if !seen.is_empty() {
             let b = (right, 0..right.terms, first..queries.end.next_multiple_of(tiles.lanes));
-            let to = to.part(rows.start - from..rows.end - from, first - queries.start);
-            tiles.times(rows.len(), keys.from(rows.start, 0), b, to, Update::Overwrite, ahead);
+            let to = to.part(seen.start - from..seen.end - from, first - queries.start);
+            tiles.times(seen.len(), keys.from(seen.start, 0), b, to, Update::Overwrite, ahead);
         }
     }
 }

@@ -16,6 +16,12 @@ fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VEC
     scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
 }
 
+/// The vector of scores that begins here.
+#[inline(always)]
+fn lanes<T>(scores: &mut [T], at: usize) -> &mut [T; VECTOR] {
+    scores[at..].first_chunk_mut().expect("a row of scores is at least a vector long")
+}
+
 /// The keys of a vector of queries, by the rows of their scores.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SeenRows {
@@ -65,23 +71,21 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, seen:
                     *score = if (row as i32) < hidden + query as i32 { T::NEG_INFINITY } else { *score };
                 }
             }
+            // Arrays are replaced as a whole, so that they are in registers; rows are found by their numbers, which
+            // takes fewer instructions than an iterator.
+            let count = scores.len().div_ceil(stride);
             let mut max = [T::NEG_INFINITY; VECTOR];
-            for scores in rows(scores, stride) {
-                for l in 0..VECTOR {
-                    max[l] = scores[l].larger(max[l]);
-                }
+            for row in 0..count {
+                let scores = lanes(scores, row * stride);
+                max = std::array::from_fn(|l| scores[l].larger(max[l]));
             }
             let mut total = [T::ZERO; VECTOR];
-            for block in aligned(skipped..skipped + scores.len().div_ceil(stride), FORWARD_KEYS) {
+            for block in aligned(skipped..skipped + count, FORWARD_KEYS) {
                 let mut sum = [T::ZERO; VECTOR];
-                for scores in rows(&mut scores[(block.start - skipped) * stride..], stride).take(block.len()) {
-                    for l in 0..VECTOR {
-                        scores[l] = ((scores[l] - max[l]) * scale).exp();
-                    }
-                    // A separate loop, short enough to keep the sums in registers.
-                    for l in 0..VECTOR {
-                        sum[l] += scores[l];
-                    }
+                for row in block {
+                    let scores = lanes(scores, (row - skipped) * stride);
+                    *scores = std::array::from_fn(|l| ((scores[l] - max[l]) * scale).exp());
+                    sum = std::array::from_fn(|l| sum[l] + scores[l]);
                 }
                 for l in 0..VECTOR {
                     total[l] += sum[l];

@@ -7,6 +7,8 @@
 //! from zero, which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in
 //! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so all kinds give
 //! the same bits for rounded operands, except for subnormal numbers.
+//!
+//! More than 400 lines: the calls of every kind of tile are read together with the asserts that they rely on.
 
 use super::super::Float;
 #[cfg(target_arch = "x86_64")]
@@ -17,12 +19,13 @@ use super::super::gemm::{
 };
 use super::super::gemm::{Path, rounded};
 use super::super::matmul::{Strides, Update};
-use super::ahead::{Ahead, Start};
+use super::ahead::Ahead;
 use super::heads::RowsMut;
 use super::rows::dot;
 #[cfg(target_arch = "x86_64")]
 use super::rows::dot_avx512;
 use super::stored::StoredAs;
+use super::{blocks, panels};
 use meshwork_core::simd::wide;
 use meshwork_tensor::Precision;
 use std::ops::Range;
@@ -37,9 +40,10 @@ pub(super) const MAX_WIDTH: usize = 32;
 /// A slice of elements with contiguous rows, and the distance between rows.
 pub(super) type Rows<S> = (S, usize);
 
-/// Computes one tile: `[rows, columns, words]`, A, B, C; may prefetch a line per word. The caller guarantees that this
-/// CPU has the instructions.
-type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update, Option<Start<T>>);
+/// Computes a product tile by tile: `[rows, columns, words]`, A, B as a part of [`Panels`] with the distance of its
+/// rows and of its panels, C; prefetches a line per word of each tile. The caller guarantees that this CPU has the
+/// instructions.
+type TimesFn<T> = unsafe fn([usize; 3], (&[T], Strides), (&[T], Strides), RowsMut<'_, T>, Update, &mut Ahead<'_, T>);
 
 /// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every
 /// column at `l step`, zero beyond the last column and the last term. The caller guarantees that this CPU has the
@@ -61,7 +65,7 @@ pub struct Tiles<T> {
     terms: usize,
     /// Whether A is read in place.
     in_place: bool,
-    tile: TileFn<T>,
+    times: TimesFn<T>,
     pack: PackFn<T>,
     round: RoundFn<T>,
     /// The sum of the products of two rows of one length. The caller guarantees that this CPU has the instructions.
@@ -176,29 +180,29 @@ impl<T: Float> Tiles<T> {
         Panels { packed: to, words, terms }
     }
 
-    /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
-    /// at an even index, the columns at a whole vector of a panel, and do not extend beyond the panel. A and C begin at
-    /// the first of their rows, terms and columns. Meanwhile, one line of `ahead` is prefetched per word.
+    /// `C = A B` or `C += A B`, over some terms and columns of B; the terms begin at an even index, the columns at a
+    /// whole vector of a panel, and do not extend beyond the panel unless they begin with one. A and C begin at the
+    /// first of their rows, terms and columns. Meanwhile, one line of `ahead` is prefetched per word of each tile.
     pub(super) fn times(
         &self,
         rows: usize,
         a: Left<'_, T>,
         (b, terms, columns): (Panels<'_, T>, Range<usize>, Range<usize>),
-        mut c: RowsMut<'_, T>,
+        c: RowsMut<'_, T>,
         update: Update,
         ahead: &mut Ahead<'_, T>,
     ) {
-        let (width, words) = (self.width(), terms.len().div_ceil(self.terms));
+        let width = self.width();
         debug_assert_eq!(terms.start % 2, 0, "terms from the start of a word");
         let skipped = columns.start % width;
         debug_assert!(skipped == 0 || skipped == self.lanes && columns.len() <= self.lanes, "columns {columns:?}");
-        for column in columns.clone().step_by(width) {
-            let at = (column - skipped) * b.words + terms.start / self.terms * width + skipped;
-            let dims = [rows, width.min(columns.end - column), words];
-            let c = c.part(0..rows, column - columns.start);
-            // SAFETY: a table contains only functions that this CPU can run.
-            unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update, ahead.take(words)) };
+        let dims = [rows, columns.len(), terms.len().div_ceil(self.terms)];
+        if rows == 0 || columns.is_empty() {
+            return;
         }
+        let at = (columns.start - skipped) * b.words + terms.start / self.terms * width + skipped;
+        // SAFETY: a table contains only functions that this CPU can run.
+        unsafe { (self.times)(dims, (a.a, a.strides), (&b.packed[at..], (width, width * b.words)), c, update, ahead) };
     }
 }
 
@@ -218,12 +222,21 @@ impl<T> Left<'_, T> {
     }
 }
 
-/// Checks a tile against its slices.
-fn check<T>([rows, columns, words]: [usize; 3], (a, (a_row, a_step)): (&[T], Strides), (b, b_step): Rows<&[T]>) {
-    assert!(rows > 0 && columns > 0 && words > 0, "a tile of {rows} by {columns}, {words} words");
+/// Checks a product in tiles of this width against its slices.
+fn check<T>(
+    [rows, columns, words]: [usize; 3],
+    (a, (a_row, a_step)): (&[T], Strides),
+    (b, (b_step, panel)): (&[T], Strides),
+    width: usize,
+) {
+    assert!(rows > 0 && columns > 0 && words > 0, "a product of {rows} by {columns}, {words} words");
     // Strides are extents of slices in memory, far from overflow.
     let a_last = (rows - 1) * a_row + (words - 1) * a_step;
-    assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
+    let last = (columns - 1) / width;
+    // The last panel, and whole ones before it.
+    let last_end = last * panel + (words - 1) * b_step + columns - last * width;
+    let whole_end = if last > 0 { (last - 1) * panel + (words - 1) * b_step + width } else { 0 };
+    assert!(a_last < a.len() && last_end.max(whole_end) <= b.len(), "operands of a product");
 }
 
 /// There is no path on other architectures.
@@ -247,33 +260,40 @@ fn vectors(path: Path) -> Tiles<f32> {
 /// The tiles of vector instructions; the caller guarantees that this CPU has them.
 #[cfg(target_arch = "x86_64")]
 fn of_micro<M: Micro>(round: RoundFn<f32>, dot: unsafe fn(&[f32], &[f32]) -> f32) -> Tiles<f32> {
-    let (tile, pack) = (vector_tile::<M>, vector_pack::<M>);
-    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, tile, pack, round, dot }
+    let (times, pack) = (vector_times::<M>, vector_pack::<M>);
+    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, times, pack, round, dot }
 }
 
-/// A [`TileFn`].
+/// A [`TimesFn`].
 ///
 /// # Safety
 /// The CPU has the instructions of `M`.
 #[cfg(target_arch = "x86_64")]
-unsafe fn vector_tile<M: Micro>(
-    dims: [usize; 3],
+unsafe fn vector_times<M: Micro>(
+    dims @ [rows, columns, words]: [usize; 3],
     (a, (a_row, a_step)): (&[f32], Strides),
-    (b, b_step): Rows<&[f32]>,
+    (b, (b_step, panel)): (&[f32], Strides),
     mut c: RowsMut<'_, f32>,
     update: Update,
-    ahead: Option<Start<f32>>,
+    ahead: &mut Ahead<'_, f32>,
 ) {
-    check(dims, (a, (a_row, a_step)), (b, b_step));
-    let [rows, columns, words] = dims;
+    let width = 2 * M::LANES;
+    check(dims, (a, (a_row, a_step)), (b, (b_step, panel)), width);
     let (c, c_row) = c.block([rows, columns]);
-    assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
-    let (line, step) = ahead.unwrap_or((a, 0));
-    let ahead = (line.cast(), step * size_of::<f32>());
-    // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice, and `block`
-    // did so for C.
-    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
+    for rows in panels(0..rows, M::ROWS) {
+        let a = a.wrapping_add(rows.start * a_row);
+        let c = c.wrapping_add(rows.start * c_row);
+        for (at, first) in (0..columns).step_by(width).enumerate() {
+            let (rows, columns) = (rows.len(), width.min(columns - first));
+            let (line, step) = ahead.take(words).unwrap_or((a, 0));
+            let ahead = (line.cast(), step * size_of::<f32>());
+            let (b, c) = (b.wrapping_add(at * panel), c.wrapping_add(first));
+            // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice, and
+            // `block` did so for C.
+            unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
+        }
+    }
 }
 
 /// A [`PackFn`].
@@ -322,35 +342,39 @@ fn plain(precision: Precision) -> Tiles<f32> {
 
 /// Tiles of plain loops.
 fn loops<T: Float>() -> Tiles<T> {
-    let (tile, pack, round) = (loop_tile, loop_pack, as_it_lies);
-    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, tile, pack, round, dot }
+    let (times, pack, round) = (loop_times, loop_pack, as_it_lies);
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, times, pack, round, dot }
 }
 
 const LOOP_ROWS: usize = 4;
 const LOOP_LANES: usize = 8;
 
-/// A [`TileFn`].
-fn loop_tile<T: Float>(
-    dims: [usize; 3],
+/// A [`TimesFn`].
+fn loop_times<T: Float>(
+    dims @ [rows, columns, terms]: [usize; 3],
     (a, (a_row, a_step)): (&[T], Strides),
-    (b, b_step): Rows<&[T]>,
+    (b, (b_step, panel)): (&[T], Strides),
     mut c: RowsMut<'_, T>,
     update: Update,
-    _: Option<Start<T>>,
+    _: &mut Ahead<'_, T>,
 ) {
-    check(dims, (a, (a_row, a_step)), (b, b_step));
-    let [rows, columns, terms] = dims;
-    let mut sums = [[T::ZERO; 2 * LOOP_LANES]; LOOP_ROWS];
-    for l in 0..terms {
-        let b = &b[l * b_step..][..columns];
-        for (i, sums) in sums[..rows].iter_mut().enumerate() {
-            let x = a[i * a_row + l * a_step];
-            sums.iter_mut().zip(b).for_each(|(sum, &b)| *sum += x * b);
-        }
-    }
-    for (i, sums) in sums[..rows].iter().enumerate() {
-        for (c, &sum) in c.row(i)[..columns].iter_mut().zip(sums) {
-            *c = if update == Update::Accumulate { *c + sum } else { sum };
+    let width = 2 * LOOP_LANES;
+    check(dims, (a, (a_row, a_step)), (b, (b_step, panel)), width);
+    for rows in panels(0..rows, LOOP_ROWS) {
+        for (at, columns) in blocks(0..columns, width).enumerate() {
+            let mut sums = [[T::ZERO; 2 * LOOP_LANES]; LOOP_ROWS];
+            for l in 0..terms {
+                let b = &b[at * panel + l * b_step..][..columns.len()];
+                for (i, sums) in rows.clone().zip(&mut sums) {
+                    let x = a[i * a_row + l * a_step];
+                    sums.iter_mut().zip(b).for_each(|(sum, &b)| *sum += x * b);
+                }
+            }
+            for (i, sums) in rows.clone().zip(&sums) {
+                for (c, &sum) in c.row(i)[columns.clone()].iter_mut().zip(sums) {
+                    *c = if update == Update::Accumulate { *c + sum } else { sum };
+                }
+            }
         }
     }
 }

@@ -5,10 +5,10 @@
 //!
 //! Many CPUs with AVX2 start four instructions a cycle, two of them multiplications. A word needs 20 instructions (two
 //! loads of B, 6 elements of A, 12 multiplications), so few others may be added. Constant strides need no instructions,
-//! and a loop over pairs of words counts and jumps half as often. A word takes 24.5 instructions if both operands are
-//! packed, 26.5 if rows of A are read in place, and 30 otherwise.
+//! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
+//! too or its rows are read in place, and 26.5 otherwise.
 
-use super::{Elements, Micro, Strip, Tile, round_vectors};
+use super::{Elements, Micro, Strip, Tile, quads, round_vectors};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -34,6 +34,13 @@ impl Micro for Avx2 {
                 _ => tile_of_strides::<AnyStrides>(tile),
             }
         }
+    }
+
+    const NARROW_ROWS: usize = 12;
+
+    unsafe fn narrow(tile: &Tile) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { narrow(tile) }
     }
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
@@ -132,7 +139,9 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
     }
     let (a_row, a_step) = (S::A_ROW.unwrap_or(tile.a_row), S::A_STEP.unwrap_or(tile.a_step));
     let b_step = S::B_STEP.unwrap_or(tile.b_step);
-    let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
+    // Rows that follow each other need one pointer.
+    let mut a = if a_row == 1 { [0, 4, 8, 12].map(|i| tile.a.wrapping_add(i)) } else { quads::<R>(tile) };
+    let (mut b, mut ahead) = (tile.b, tile.ahead.0);
     let mut sums = [[_mm256_setzero_ps(); V]; R];
     // A macro, because a function might not be inlined, and the sums would be in memory.
     macro_rules! word {
@@ -146,7 +155,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
             }
             for (i, sums) in sums.iter_mut().enumerate() {
                 // SAFETY: this column of A.
-                let x = _mm256_set1_ps(unsafe { *a.wrapping_add(i * a_row + $at * a_step) });
+                let x = _mm256_set1_ps(unsafe { *a[i / 4].wrapping_add(i % 4 * a_row + $at * a_step) });
                 for (sum, vector) in sums.iter_mut().zip(row) {
                     *sum = _mm256_fmadd_ps(x, vector, *sum);
                 }
@@ -156,7 +165,10 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
     for _ in 0..tile.words / 2 {
         word!(0);
         word!(1);
-        (a, b) = (a.wrapping_add(2 * a_step), b.wrapping_add(2 * b_step));
+        for quad in &mut a {
+            *quad = quad.wrapping_add(2 * a_step);
+        }
+        b = b.wrapping_add(2 * b_step);
         ahead = ahead.wrapping_add(2 * tile.ahead.1);
     }
     if tile.words % 2 == 1 {
@@ -175,6 +187,21 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
     }
 }
 
+narrow! {
+    narrow, narrow_of_height, "avx2,fma", 2 words [1 1], [1 2 3 4 5 6 7 8 9 10 11 12],
+    _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_add_ps, _mm256_fmadd_ps, first_lanes, load_lanes, _mm256_maskstore_ps
+}
+
+/// Loads the lanes of the mask.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn load_lanes(mask: __m256i, from: *const f32) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_maskload_ps(from, mask) }
+}
+
 /// Loads a vector; if `masked`, only the lanes of the mask.
 ///
 /// # Safety
@@ -182,12 +209,12 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides
 #[target_feature(enable = "avx2,fma")]
 unsafe fn load(masked: bool, mask: __m256i, from: *const f32) -> __m256 {
     // SAFETY: the caller's promise.
-    unsafe { if masked { _mm256_maskload_ps(from, mask) } else { _mm256_loadu_ps(from) } }
+    unsafe { if masked { load_lanes(mask, from) } else { _mm256_loadu_ps(from) } }
 }
 
 /// A mask of the first `lanes` lanes, at most all.
 #[target_feature(enable = "avx2,fma")]
-fn first_lanes(lanes: usize) -> __m256i {
+pub(super) fn first_lanes(lanes: usize) -> __m256i {
     let lanes = _mm256_set1_epi32(lanes.min(LANES) as i32);
     _mm256_cmpgt_epi32(lanes, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
@@ -201,10 +228,16 @@ packed! { "avx2,fma", 4; (from, to, lanes, mask) => _mm256_storeu_ps(to, load(la
 /// As there.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), to: *mut f32, step: usize) {
-    let mask = _mm256_castsi256_si128(first_lanes(k));
     let mut x = [_mm_setzero_ps(); LANES];
-    for (lane, x) in x.iter_mut().enumerate() {
-        if lane < lanes {
+    // Whole blocks, without the tests and masks of others, which take longer than the transpose.
+    if [lanes, k] == [LANES, 4] {
+        for (lane, x) in x.iter_mut().enumerate() {
+            // SAFETY: the four floats of this lane.
+            *x = unsafe { _mm_loadu_ps(from.add(lane * apart)) };
+        }
+    } else {
+        let mask = _mm256_castsi256_si128(first_lanes(k));
+        for (lane, x) in x.iter_mut().enumerate().take(lanes) {
             // SAFETY: the `k` floats of this lane.
             *x = unsafe { _mm_maskload_ps(from.add(lane * apart), mask) };
         }

@@ -7,7 +7,8 @@
 //!
 //! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
-use super::{Elements, Micro, Strides, Strip, Tile};
+use super::avx2::{first_lanes as half_lanes, load_lanes};
+use super::{Elements, Micro, Strides, Strip, Tile, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -27,6 +28,13 @@ impl Micro for Avx512 {
     unsafe fn tile(tile: &Tile) {
         // SAFETY: the caller's promise; each width is the tile's.
         unsafe { if tile.columns > LANES { tile_of_width::<2>(tile) } else { tile_of_width::<1>(tile) } }
+    }
+
+    const NARROW_ROWS: usize = 14;
+
+    unsafe fn narrow(tile: &Tile) {
+        // SAFETY: the caller's promise, passed on; each width is the tile's.
+        unsafe { if tile.columns > LANES / 2 { narrow(tile) } else { narrow_half(tile) } }
     }
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
@@ -100,7 +108,7 @@ macro_rules! tiles {
                     }
                 }
             }
-            let (mut a, mut b, mut ahead) = (tile.a, tile.b, tile.ahead.0);
+            let (mut a, mut b, mut ahead) = (quads::<R>(tile), tile.b, tile.ahead.0);
             let mut sums = [[_mm512_setzero_ps(); V]; R];
             for _ in 0..tile.words {
                 _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
@@ -111,12 +119,15 @@ macro_rules! tiles {
                 }
                 for (i, sums) in sums.iter_mut().enumerate() {
                     // SAFETY: this column of A.
-                    let x = _mm512_set1_ps(unsafe { *a.add(i * tile.a_row) });
+                    let x = _mm512_set1_ps(unsafe { *a[i / 4].wrapping_add(i % 4 * tile.a_row) });
                     for (sum, vector) in sums.iter_mut().zip(row) {
                         *sum = $step(x, vector, *sum);
                     }
                 }
-                (a, b) = (a.wrapping_add(tile.a_step), b.wrapping_add(tile.b_step));
+                for quad in &mut a {
+                    *quad = quad.wrapping_add(tile.a_step);
+                }
+                b = b.wrapping_add(tile.b_step);
                 ahead = ahead.wrapping_add(tile.ahead.1);
             }
             for (i, sums) in sums.into_iter().enumerate() {
@@ -135,6 +146,17 @@ macro_rules! tiles {
 }
 tiles!(tile_of_width, tile_of, "avx512f", _mm512_fmadd_ps);
 tiles!(bf16_tile_of_width, bf16_tile_of, "avx512f,avx512bw,avx512bf16", add_pairs);
+
+narrow! {
+    narrow, narrow_of_height, "avx512f", 4 words [4], [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_add_ps, _mm512_fmadd_ps, first_lanes, _mm512_maskz_loadu_ps,
+    _mm512_mask_storeu_ps
+}
+// Vectors of half the width, of which a CPU loads more at a time.
+narrow! {
+    narrow_half, narrow_half_of_height, "avx512f,avx512vl,avx2,fma", 4 words [4], [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_add_ps, _mm256_fmadd_ps, half_lanes, load_lanes, _mm256_maskstore_ps
+}
 
 /// Adds the products of both pairs of terms to the sums, the pair in the upper halves first.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]

@@ -44,6 +44,9 @@
 //!
 //! All of B can be packed beforehand, in the same blocks ([`pieces`]), for all threads at once.
 //!
+//! Where C has few columns, as beside an adapter, tiles are one vector wide and higher than others (`narrow`). Where it
+//! has few rows, up to two panels of A read B in place, a tile's width at a time.
+//!
 //! Rows are spread evenly over the panels, so that no panel is too flat to hide the latency of its sums; columns at the
 //! right edge are masked. Any block of C can be computed alone with the same bits, so threads can share a product by
 //! calling this on blocks of C.
@@ -92,6 +95,10 @@ macro_rules! packed {
 }
 
 #[cfg(target_arch = "x86_64")]
+#[macro_use]
+mod narrow;
+
+#[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
@@ -112,6 +119,7 @@ use std::marker::PhantomData;
 use {
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
+    std::arch::asm,
 };
 
 /// Terms summed in registers before they are added to C. Part of the definition of the bits.
@@ -438,6 +446,19 @@ pub(super) trait Micro {
     /// `words`, `words` by `columns`, and (for writing) `rows` by `columns`.
     unsafe fn tile(tile: &Tile);
 
+    /// Rows of the highest [narrow](Self::narrow) tile.
+    const NARROW_ROWS: usize = Self::ROWS;
+
+    /// Computes a tile of at most `LANES` columns and `NARROW_ROWS` rows, whose rows of A are contiguous and whose B is
+    /// packed.
+    ///
+    /// # Safety
+    /// As for [`tile`](Self::tile), with these extents; each row of B is readable for `LANES` words.
+    unsafe fn narrow(tile: &Tile) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { Self::tile(tile) }
+    }
+
     /// Writes a vector of `LANES` words for every `TERMS` of the strip's k terms, `step` words apart: vector l is word
     /// l of every lane. Zero beyond the last lane and the last term.
     ///
@@ -555,6 +576,25 @@ pub(super) struct Tile {
     /// Memory that may be prefetched into the L2 cache meanwhile, one line per word: the first line, and the distance
     /// to the next in bytes. It need not be readable.
     pub(super) ahead: (*const u8, usize),
+}
+
+/// Pointers to every fourth row of a tile's A; to the first row in place of rows that the tile lacks.
+///
+/// The compiler does not see how far they are apart. From a single pointer it computes the address of each row from the
+/// row before, and this chain of additions takes as long as the multiplications of a whole tile, and longer than those
+/// of a narrow one.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+#[expect(clippy::pointers_in_nomem_asm_block, reason = "it is no instruction, and reads nothing")]
+fn quads<const R: usize>(tile: &Tile) -> [*const f32; 4] {
+    let mut quads = [tile.a; 4];
+    for (at, quad) in quads.iter_mut().enumerate().skip(1).take(R.div_ceil(4) - 1) {
+        let mut row = tile.a.wrapping_add(4 * at * tile.a_row);
+        // SAFETY: only a place where the compiler forgets where the pointer came from.
+        unsafe { asm!("/* {0} */", inout(reg) row, options(pure, nomem, nostack, preserves_flags)) };
+        *quad = row;
+    }
+    quads
 }
 
 /// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
@@ -697,6 +737,8 @@ impl<F: Finish<f32>> Product<F> {
         PACKED.with_borrow_mut(|[packed_a, packed_b]| {
             let at_once = match self.b {
                 Operand::Strided(b) if self.m <= FEW_ROWS && b.row == 1 => 2 * M::LANES,
+                // Two panels of A share what the first one brings into the cache.
+                Operand::Strided(b) if self.m > M::ROWS && self.reads_in_place::<M>(b) => 2 * M::LANES,
                 _ => block_columns(),
             };
             for j in (0..self.n).step_by(at_once) {
@@ -713,8 +755,12 @@ impl<F: Finish<f32>> Product<F> {
         });
     }
 
-    /// Terms l.. and columns j.. of B for tiles: packed in consecutive panels of k rows, or in place if B is read once
-    /// and needs no transpose.
+    /// Whether tiles read a B that is not packed where it lies: it needs no transpose, and is read at most twice.
+    fn reads_in_place<M: Micro>(&self, b: Matrix) -> bool {
+        b.column == 1 && b.start.in_place::<M>().is_some() && self.m <= FEW_ROWS.min(2 * M::ROWS)
+    }
+
+    /// Terms l.. and columns j.. of B for tiles: packed in consecutive panels of k rows, or in place.
     ///
     /// # Safety
     /// As [`product`]; the block lies inside it, and there are at most `K_BLOCK` terms.
@@ -733,9 +779,7 @@ impl<F: Finish<f32>> Product<F> {
                 Panels { start, step, panel: step * words }
             }
             Operand::Strided(b) => {
-                if let (Some(start), 1) = (b.at(l, j).in_place::<M>(), b.column)
-                    && self.m <= M::ROWS
-                {
+                if let Some(start) = b.at(l, j).in_place::<M>().filter(|_| self.reads_in_place::<M>(b)) {
                     return Panels { start, step: b.row, panel: step };
                 }
                 let to = room(buffer, M::columns(columns) * M::words(k));
@@ -767,7 +811,10 @@ impl<F: Finish<f32>> Product<F> {
         let packed = room(buffer, if in_place.is_some() { 0 } else { GROUP * words * M::LANES });
         let add = l > 0 || self.update == Update::Accumulate;
         let width = 2 * M::LANES;
-        let panels = self.m.div_ceil(M::ROWS);
+        let is_packed = matches!(self.b, Operand::Packed(..)) || self.m > FEW_ROWS;
+        let narrow = in_place.is_some() && along == 1 && columns <= M::LANES && is_packed;
+        let height = if narrow { M::NARROW_ROWS } else { M::ROWS };
+        let panels = self.m.div_ceil(height);
         for first in (0..panels).step_by(group) {
             let end = panels.min(first + group);
             let (a_row, a_step) = match in_place {
@@ -776,13 +823,13 @@ impl<F: Finish<f32>> Product<F> {
                 None => unsafe { self.pack_a::<M>((l, k), (first, end), packed) },
             };
             let next = match (end < panels, l + k < self.k) {
-                (true, _) => Some(self.a.at(self.panel::<M>(end).0, l)),
+                (true, _) => Some(self.a.at(self.panel(end, height).0, l)),
                 (false, true) => Some(self.a.at(0, l + k)),
                 (false, false) => None,
             };
             let mut tiles = (end - first) * columns.div_ceil(width);
             for panel in first..end {
-                let (i, rows) = self.panel::<M>(panel);
+                let (i, rows) = self.panel(panel, height);
                 let a = match in_place {
                     Some(start) => start.wrapping_add(i * apart),
                     None => packed.wrapping_add((panel - first) * words * M::LANES).cast_const(),
@@ -792,15 +839,16 @@ impl<F: Finish<f32>> Product<F> {
                     tiles -= 1;
                     let b_start = b.start.wrapping_add(first / width * b.panel);
                     let ahead = match next.and_then(|next| self.ahead::<M>(next, tiles)) {
-                        // One panel reads B once: its next columns, far apart if it is read in place.
-                        _ if panels == 1 => (b_start.wrapping_add(b.panel).cast(), b.step * size_of::<f32>()),
+                        // Few rows read B once or twice: its next columns, far apart if it is read in place.
+                        _ if self.m <= FEW_ROWS => (b_start.wrapping_add(b.panel).cast(), b.step * size_of::<f32>()),
                         of_a => of_a.unwrap_or((a.cast(), 0)),
                     };
                     // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
                     unsafe {
                         let c = self.c.add(i * self.c_row + j + first);
                         let (b, b_step, c_row) = (b_start, b.step, self.c_row);
-                        M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead });
+                        let tile = Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead };
+                        if narrow { M::narrow(&tile) } else { M::tile(&tile) }
                     }
                 }
                 if l + k == self.k {
@@ -811,9 +859,9 @@ impl<F: Finish<f32>> Product<F> {
         }
     }
 
-    /// First row and rows of a panel of A.
-    fn panel<M: Micro>(&self, panel: usize) -> (usize, usize) {
-        let panels = self.m.div_ceil(M::ROWS);
+    /// First row and rows of a panel of A, each of at most `height` rows.
+    fn panel(&self, panel: usize, height: usize) -> (usize, usize) {
+        let panels = self.m.div_ceil(height);
         let [first, end] = [panel, panel + 1].map(|panel| panel * self.m / panels);
         (first, end - first)
     }
@@ -826,13 +874,13 @@ impl<F: Finish<f32>> Product<F> {
     unsafe fn pack_a<M: Micro>(&self, (l, k): (usize, usize), (first, end): (usize, usize), to: *mut f32) -> Strides {
         let Matrix { row: apart, column: along, .. } = self.a;
         if along == 1 {
-            let (i, lanes) = self.panel::<M>(first);
+            let (i, lanes) = self.panel(first, M::ROWS);
             // SAFETY: at most `ROWS`, so at most `LANES`, rows of A.
             return unsafe { M::pack_rows(Strip { from: self.a.at(i, l), lanes, k, apart, along }, to) };
         }
         for at in (0..k).step_by(COPIED_ROWS) {
             for panel in first..end {
-                let (i, rows) = self.panel::<M>(panel);
+                let (i, rows) = self.panel(panel, M::ROWS);
                 let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
                 // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these belong to earlier
                 // panels and terms.

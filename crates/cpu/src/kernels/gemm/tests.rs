@@ -305,6 +305,22 @@ fn wide_products_have_the_bits_of_the_definition() {
     }
 }
 
+/// Tiles of few columns have heights of their own, and up to twice a tile's rows read B in place.
+#[test]
+fn small_sides_have_the_bits_of_the_definition() {
+    let mut choices = Choices(9);
+    for m in 1..=44 {
+        for n in [1, 5, 8, 9, 16, 17] {
+            let case = Case::new(Precision::F32, [m, n, 1 + choices.below(20) + choices.of(&[0, 250])]);
+            for path in paths(case.precision).repeat(3) {
+                let update = choices.update();
+                let got = case.whole(path, update, &mut choices);
+                check_definition(&case, &got, path, update, &mut choices);
+            }
+        }
+    }
+}
+
 /// CPUs with smaller caches pack fewer columns at a time.
 #[test]
 fn blocks_for_smaller_caches_have_the_bits_of_the_definition() {
