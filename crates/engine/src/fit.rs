@@ -1,6 +1,5 @@
 //! Reasons to refuse a plan when a trainer or decoder is made of it.
 
-use crate::compress::settings::NOTHING;
 use crate::prelude::*;
 use crate::{LossScale, MixedPrecision};
 use meshwork_compress::Feedback;

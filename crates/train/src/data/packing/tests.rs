@@ -51,7 +51,7 @@ fn the_longest_examples_are_placed_first() {
 fn every_example_is_packed_once() {
     for seed in 0..20u64 {
         let lengths: Vec<usize> = (0..50).map(|at| 2 + (hash::combine(seed, at) % 15) as usize).collect();
-        let examples: Vec<Example> = lengths.iter().map(|&len| vec![0..len]).collect();
+        let examples: Vec<Example> = lengths.iter().map(|&len| std::iter::once(0..len).collect()).collect();
         let rows = best_fit(&examples, 16);
         let mut all = rows.concat();
         all.sort_unstable();
