@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use meshwork_core::comm::{Activity, Ended, Membership, PendingOp, Site, check_members};
+use meshwork_core::comm::{Activity, Ended, Fault, Membership, PendingOp, Site, check_members};
 use meshwork_core::{Buffer, Call, CommError, Communicator, Pending, ReductionOrder};
 
 use crate::endpoint::{Endpoint, GroupOf};
@@ -45,6 +45,10 @@ impl Membership for Member {
 
     fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(Arc::new(MpiComm::of_world(self.endpoint.fork(name), self.life.clone())))
+    }
+
+    fn attend(&self, site: &Site, done: &mut dyn FnMut() -> bool) -> Result<(), Arc<Fault>> {
+        self.endpoint.attend(site, done)
     }
 
     fn end(&self, how: Activity) -> Ended {
@@ -127,6 +131,10 @@ impl PendingOp for Flying {
 
     fn is_done(&self) -> bool {
         self.member.endpoint.is_finished(self.key)
+    }
+
+    fn site(&self) -> Option<&Site> {
+        Some(&self.site)
     }
 }
 

@@ -15,6 +15,11 @@
 //! receive would wait for each other. Everything else is in the device's stream of collectives, so that members must
 //! start the collectives of all groups in one order, as ranks of one program do.
 //!
+//! Once the ranks have met, hosts go on, and a process that ends or stands still then leaves the work of the others
+//! without an end. So a host that waits for its device, or for NCCL while it makes communicators, attends to it in the
+//! control group ([`Watch`]), which knows whose process is missing: its verdict aborts the communicators, and is the
+//! error of this and of every later use of the device.
+//!
 //! [`Reduction::Tree`] reduces without NCCL: each rank receives its part of all others, reduces these in the balanced
 //! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
 //! for the same number of bytes on each link as a ring.
@@ -22,12 +27,12 @@
 use super::exchange::{Queue, places, round, text};
 use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
-use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId};
-use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
+use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId, Watch};
+use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder, Site};
 use meshwork_core::{Communicator, Group};
 use std::any::Any;
 use std::result::Result as Outcome;
-use std::sync::{Arc, MutexGuard, OnceLock};
+use std::sync::{Arc, MutexGuard, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -48,7 +53,7 @@ const MOST_LINKED: usize = 16;
 
 impl CudaDevice {
     /// A communicator of the ranks of `control`, whose collectives on the memory of this device go through NCCL.
-    /// Collective over `control`, which carries everything else.
+    /// Collective over `control`, which carries everything else, and finds processes that are missing.
     ///
     /// # Errors
     /// A device without NCCL, two ranks on one device, or an error of `control`.
@@ -57,8 +62,16 @@ impl CudaDevice {
         control: Arc<dyn Communicator>,
         reduction: Reduction,
     ) -> Outcome<Arc<dyn Communicator>, CommError> {
-        let ends = Mutex::default();
-        let shared = Arc::new(Shared { pool: self.pool.clone(), reduction, ends });
+        let (world, pool, ends, last) = (control.clone(), self.pool.clone(), Mutex::default(), Mutex::default());
+        let shared = Arc::new(Shared { world, pool, reduction, ends, last });
+        let met = control.start(Call::new(Op::Barrier, None, None))?;
+        // Of ranks in one process, which end together, there is none.
+        if let Some(site) = met.site() {
+            shared.began(site);
+            let watch: Weak<dyn Watch> = Arc::downgrade(&(shared.clone() as Arc<dyn Watch>));
+            self.pool.driver.watch(watch);
+        }
+        met.wait()?;
         let new = || shared.nccl()?.unique_id();
         // Rank 0 sends the reason if it has no id, so that no rank waits for one.
         let told = if control.rank() > 0 { Ok(UniqueId([0; UniqueId::BYTES])) } else { new() };
@@ -71,7 +84,7 @@ impl CudaDevice {
         let id = <[u8; UniqueId::BYTES]>::try_from(&message[..]);
         let id = id.map_err(|_| failed(String::from_utf8_lossy(&message).into_owned()))?;
         let joined = shared.nccl().and_then(|nccl| nccl.join(&UniqueId(id), control.rank(), control.size()));
-        let comm = joined.map_err(|fault| failed(fault.to_string()))?;
+        let comm = joined.map_err(|fault| shared.explained(&*control, OpKind::Broadcast, fault))?;
         Ok(Arc::new(NcclGroup::new(control, shared, comm)?))
     }
 }
@@ -79,9 +92,13 @@ impl CudaDevice {
 /// The communicators of one rank.
 #[derive(Debug)]
 struct Shared {
+    /// The control group of all ranks.
+    world: Arc<dyn Communicator>,
     pool: Arc<Pool>,
     reduction: Reduction,
     ends: Mutex<Ends>,
+    /// The place of the last operation on the device that began.
+    last: Mutex<Option<Site>>,
 }
 
 #[derive(Debug, Default)]
@@ -105,12 +122,68 @@ impl Shared {
         comm
     }
 
+    fn began(&self, site: &Site) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(site.clone());
+    }
+
+    /// Blocks until `done`, or until the control group says that the world has stopped.
+    fn attend(&self, done: &mut dyn FnMut() -> bool) -> Outcome<(), DriverError> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(site) = last else { return Ok(()) };
+        self.world.membership().attend(&site, done).map_err(|fault| {
+            let stopped = self.pool.keep(DriverError::Stopped { site, fault });
+            self.abort();
+            stopped
+        })
+    }
+
+    /// What NCCL has met in one of the communicators.
+    fn health(&self) -> Outcome<(), DriverError> {
+        let (nccl, comms) = (self.nccl()?, self.ends().comms.clone());
+        comms.into_iter().try_for_each(|comm| nccl.health(comm))
+    }
+
+    /// The error of a call of a group. Where NCCL has lost another process, the control group may say soon which.
+    fn explained(&self, control: &dyn Communicator, op: OpKind, fault: DriverError) -> CommError {
+        match self.reason(fault) {
+            DriverError::Stopped { site, fault } => CommError::Stopped { site, fault },
+            fault => {
+                self.abort();
+                backend(control, op, fault.to_string())
+            }
+        }
+    }
+
+    /// An error of a driver, or the fault that is its reason.
+    fn reason(&self, fault: DriverError) -> DriverError {
+        let begun = Instant::now();
+        let DriverError::Comm { .. } = fault else { return fault };
+        self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(fault)
+    }
+
     /// Ends all communicators at once: operations in flight would wait for ranks that do not come.
     fn abort(&self) {
         let mut ends = self.ends();
         if let Ok(nccl) = self.nccl() {
             ends.comms.drain(..).for_each(|comm| _ = nccl.abort(comm));
         }
+    }
+}
+
+impl Watch for Shared {
+    fn attend(&self, done: &mut dyn FnMut() -> Outcome<bool, DriverError>) -> Outcome<(), DriverError> {
+        let (mut over, mut looked) = (Ok(false), Instant::now());
+        self.attend(&mut || {
+            over = done();
+            if let Ok(false) = over
+                && looked.elapsed() >= LOOK
+            {
+                looked = Instant::now();
+                over = self.health().map(|()| false);
+            }
+            !matches!(over, Ok(false))
+        })?;
+        over.map(drop).map_err(|fault| self.reason(fault))
     }
 }
 
@@ -142,6 +215,12 @@ impl Drop for Shared {
     }
 }
 
+/// How often a host that waits asks NCCL whether its communicators are well.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long the control group may take to say why NCCL has lost a process, before its own error is told.
+const EXPLAINED: Duration = Duration::from_secs(5);
+
 /// How long a rank that ended keeps its communicators for operations that others have not come to.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -171,7 +250,7 @@ impl NcclGroup {
     fn new(control: Arc<dyn Communicator>, shared: Arc<Shared>, comm: NcclComm) -> Outcome<Self, CommError> {
         shared.keep(comm);
         let (rank, n) = (control.rank(), control.size());
-        let failed = |fault: DriverError| backend(&*control, OpKind::Send, fault.to_string());
+        let failed = |fault| shared.explained(&*control, OpKind::Send, fault);
         let mut links: Vec<Option<[Link; 2]>> = (0..n).map(|_| None).collect();
         if (2..=MOST_LINKED).contains(&n) {
             let nccl = shared.nccl().map_err(failed)?;
@@ -226,7 +305,6 @@ impl NcclGroup {
     /// Queues the elements of a call. The event after them, in their stream.
     fn queue(&self, call: &Call) -> Outcome<Event, String> {
         let Pool { driver, compute, .. } = &*self.shared.pool;
-        self.shared.pool.sound().map_err(text)?;
         let (comm, stream, peer) = self.way(&call.op)?;
         let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
         let from = if call.input.is_some() { input } else { to };
@@ -307,15 +385,25 @@ impl Communicator for NcclGroup {
         if [&call.input, &call.output].into_iter().flatten().all(Buffer::is_host) {
             return self.control.start(call);
         }
+        let kind = call.op.kind();
+        let explained = |fault| self.shared.explained(&*self.control, kind, fault);
+        self.shared.pool.sound().map_err(explained)?;
         let done = self.queue(&call).map_err(|message| {
-            self.shared.abort();
-            backend(&*self.control, call.op.kind(), message)
+            // A fault of the world that was found meanwhile is its reason.
+            let found = self.shared.pool.sound().err();
+            found.map(explained).unwrap_or_else(|| {
+                self.shared.abort();
+                backend(&*self.control, kind, message)
+            })
         })?;
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
         let met = match self.size() {
             1 => None,
             _ => Some(self.control.start(self.meeting(&call)).inspect_err(|_| self.shared.abort())?),
         };
+        if let Some(site) = met.as_ref().and_then(Pending::site) {
+            self.shared.began(&Site { op: Some(call.info(self.world_ranks())), ..site.clone() });
+        }
         let sends = call.op.kind() == OpKind::Send;
         let Call { input, output, .. } = call;
         let (result, read) = if sends { (input, None) } else { (output, input) };
@@ -326,9 +414,10 @@ impl Communicator for NcclGroup {
     fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
         let part = self.control.split(name, members)?;
         let nccl = self.shared.nccl();
-        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank())).map_err(text);
-        let comm = new.and_then(|comm| comm.ok_or("NCCL made no communicator of the part".to_owned()));
-        let comm = comm.map_err(|why| backend(&*part, OpKind::Barrier, why))?;
+        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
+        let new = new.map_err(|fault| self.shared.explained(&*part, OpKind::Barrier, fault))?;
+        let none = || backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned());
+        let comm = new.ok_or_else(none)?;
         Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?))
     }
 

@@ -4,7 +4,7 @@
 //! wheels, containers and packages without headers; which panics where a function is missing; and which has the
 //! configuration of one version of NCCL.
 
-use crate::driver::UniqueId;
+use crate::driver::{DriverError, UniqueId};
 use crate::gpu::GpuError;
 use libloading::Library as Loaded;
 use std::env;
@@ -76,6 +76,10 @@ impl Config {
 /// The code of success, and of a call that goes on in the background.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
+
+/// Codes of a connection, or of another process.
+const SYSTEM_ERROR: c_int = 2;
+const REMOTE_ERROR: c_int = 6;
 
 /// Codes by their numbers.
 const CODES: [&str; 9] = [
@@ -188,8 +192,17 @@ impl Library {
         Ok(Self { functions, name, version })
     }
 
+    /// The error of a call.
+    pub(super) fn fault(&self, call: &'static str, code: c_int) -> DriverError {
+        let why = self.meaning(code);
+        match code {
+            SYSTEM_ERROR | REMOTE_ERROR => DriverError::Comm { call, why },
+            _ => DriverError::Call { call, why },
+        }
+    }
+
     /// What a code means, and what the library says of its last error.
-    pub(super) fn meaning(&self, code: c_int) -> String {
+    fn meaning(&self, code: c_int) -> String {
         // SAFETY: the library returns a text of its own, which stays, for every number.
         let text = unsafe { text_of((self.functions.error_string)(code)) };
         // SAFETY: as above; it takes no communicator, and returns the last error of this thread.
