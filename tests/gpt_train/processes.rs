@@ -171,6 +171,14 @@ fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
         }
         assert_eq!(numbers(&folder.join(name)), numbers(&folder.join("cpu")), "{settings}");
     }
+    // What is not on the devices goes by MPI, where processes are joined by it.
+    for (at, mpi) in installed().into_iter().enumerate() {
+        let name = format!("mpi-{at}");
+        let ended = launched(&mpi, 2, &line(&name, "--device cuda-emulated:0:2 --mesh dp=2 --set comm.kind=mpi"));
+        assert_eq!(ended.code, Some(0), "{}: {}\n{}", mpi.display(), ended.out, ended.err);
+        assert_eq!(numbers(&folder.join(&name)), numbers(&folder.join("cpu")), "{}", mpi.display());
+        assert!(ended.out.contains("MPI: "), "{}", ended.out);
+    }
     // In an order of its own, which is near; canonical numerics refuse it.
     let native = "--device cuda-emulated:0:2 --mesh dp=2 --set comm.reduction=native";
     let ended = over_tcp(2, &line("native", native).replace("canonical", "fast"));
@@ -317,6 +325,11 @@ fn a_launch_that_cannot_be_joined_is_bad_input() {
             "PMI_RANK = \"x\", which mpiexec sets, is not a whole number",
         ),
         (&[], "--mesh dp=2 --set comm.kind=mpi", "no launcher has started this process"),
+        (
+            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")],
+            "--mesh dp=2 --set comm.kind=tcp --set comm.reduction=native",
+            "comm.reduction = native: MPI would add up, and these processes meet over TCP; use tree",
+        ),
         (
             &[("PMI_RANK", "0"), ("PMI_SIZE", "2")],
             "--mesh dp=2 --set comm.library=/nowhere/libmpi.so.12",

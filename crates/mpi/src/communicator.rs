@@ -97,6 +97,12 @@ impl Communicator for MpiComm {
         Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
     }
 
+    fn meet(&self, call: &Call) -> Result<Pending, CommError> {
+        call.check(self.rank(), self.size()).map_err(|error| error.on(self, call.op.kind()))?;
+        let (key, site) = self.member.endpoint.meet(&self.group, call)?;
+        Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
+    }
+
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         let ranks = check_members(self, name, members)?;
         let group = self.member.endpoint.split(&self.group, name, ranks)?;

@@ -226,8 +226,23 @@ impl Endpoint {
 
     /// Starts an operation of a group.
     pub(crate) fn start(&self, group: &GroupOf, call: Call) -> Result<(Key, Site), CommError> {
-        self.beat();
         let info = call.info(&group.ranks);
+        self.begin(group, call, (info, None))
+    }
+
+    /// Starts an operation of a group in which members only meet.
+    pub(crate) fn meet(&self, group: &GroupOf, call: &Call) -> Result<(Key, Site), CommError> {
+        let what = (call.info(&group.ranks), Some(call.op.clone()));
+        self.begin(group, call.without_elements(group.ranks.len()), what)
+    }
+
+    fn begin(
+        &self,
+        group: &GroupOf,
+        call: Call,
+        (info, meets): (OpInfo, Option<Op>),
+    ) -> Result<(Key, Site), CommError> {
+        self.beat();
         let mut state = self.lock();
         let counts = state.groups.entry(group.id).or_default();
         let next = |count: &mut u64| std::mem::replace(count, *count + 1);
@@ -236,14 +251,14 @@ impl Endpoint {
             Op::Recv { from, .. } => Some(((group.ranks[from], self.rank), 1)),
             _ => None,
         };
-        let course = match counts.courses.iter().find(|course| course.is_for(&call, &info)) {
+        let course = match counts.courses.iter().find(|course| course.is_for(&call, (&info, meets.as_ref()))) {
             Some(course) => course.clone(),
             None => {
                 let (ranks, place): (Arc<[usize]>, _) = match message {
                     Some(((from, to), me)) => ([from, to].into(), (me, self.cells[1].clone())),
                     None => (group.ranks.clone(), (group.member, group.cells.clone())),
                 };
-                let course = Arc::new(Course::new(&call, info.clone(), ranks, place, self.port.reduction));
+                let course = Arc::new(Course::new(&call, (info.clone(), meets), ranks, place, self.port.reduction));
                 if course.messages() <= LARGEST_COURSE {
                     counts.courses.truncate(COURSES - 1);
                     counts.courses.push_front(course.clone());

@@ -11,9 +11,9 @@
 //! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout. A
 //!   rank that waits says so again and again: the judge forgets a wait of which it hears no more.
 //!
-//! A rank that waits for its device attends to work in which all ranks take part, such as collectives of devices. Others
-//! see it as one that computes. But it needs their processes, so the judge asks all ranks whether they are there: one
-//! that has failed, or is lost, is gone; one that does not answer for the timeout is late.
+//! A rank that waits for its device attends to work in which all ranks take part, such as collectives of devices.
+//! Others see it as one that computes. But it needs their processes, so the judge asks all ranks whether they are
+//! there: one that has failed, or is lost, is gone; one that does not answer for the timeout is late.
 //!
 //! A world whose ranks do not wait tells its judge nothing. The judge is rank 0, or the first rank whose process lives.
 //!

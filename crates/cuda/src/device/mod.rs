@@ -10,6 +10,7 @@ mod blocks;
 mod channel_norm;
 mod checked;
 mod collectives;
+mod communicators;
 mod compression;
 mod documents;
 mod elementwise;

@@ -24,6 +24,7 @@
 //! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
 //! for the same number of bytes on each link as a ring.
 
+use super::communicators::{Communicators, backend};
 use super::exchange::{Queue, places, round, text};
 use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
@@ -62,16 +63,7 @@ impl CudaDevice {
         control: Arc<dyn Communicator>,
         reduction: Reduction,
     ) -> Outcome<Arc<dyn Communicator>, CommError> {
-        let (world, pool, ends, last) = (control.clone(), self.pool.clone(), Mutex::default(), Mutex::default());
-        let shared = Arc::new(Shared { world, pool, reduction, ends, last });
-        let met = control.start(Call::new(Op::Barrier, None, None))?;
-        // Of ranks in one process, which end together, there is none.
-        if let Some(site) = met.site() {
-            shared.began(site);
-            let watch: Weak<dyn Watch> = Arc::downgrade(&(shared.clone() as Arc<dyn Watch>));
-            self.pool.driver.watch(watch);
-        }
-        met.wait()?;
+        let shared = Communicators::new(control.clone(), self.pool.clone())?;
         let new = || shared.nccl()?.unique_id();
         // Rank 0 sends the reason if it has no id, so that no rank waits for one.
         let told = if control.rank() > 0 { Ok(UniqueId([0; UniqueId::BYTES])) } else { new() };
@@ -85,144 +77,11 @@ impl CudaDevice {
         let id = id.map_err(|_| failed(String::from_utf8_lossy(&message).into_owned()))?;
         let joined = shared.nccl().and_then(|nccl| nccl.join(&UniqueId(id), control.rank(), control.size()));
         let comm = joined.map_err(|fault| shared.explained(&*control, OpKind::Broadcast, fault))?;
-        Ok(Arc::new(NcclGroup::new(control, shared, comm)?))
+        // Of its own, so that the numbers of its operations begin at 0.
+        let control = control.split(control.name(), &(0..control.size()).collect::<Vec<_>>())?;
+        Ok(Arc::new(NcclGroup::new(control, shared, comm, reduction)?))
     }
 }
-
-/// The communicators of one rank.
-#[derive(Debug)]
-struct Shared {
-    /// The control group of all ranks.
-    world: Arc<dyn Communicator>,
-    pool: Arc<Pool>,
-    reduction: Reduction,
-    ends: Mutex<Ends>,
-    /// The place of the last operation on the device that began.
-    last: Mutex<Option<Site>>,
-}
-
-#[derive(Debug, Default)]
-struct Ends {
-    comms: Vec<NcclComm>,
-    /// The meetings of operations whose handles were dropped.
-    detached: Vec<Pending>,
-}
-
-impl Shared {
-    fn nccl(&self) -> Outcome<&dyn Nccl, DriverError> {
-        self.pool.driver.nccl()
-    }
-
-    fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn keep(&self, comm: NcclComm) -> NcclComm {
-        self.ends().comms.push(comm);
-        comm
-    }
-
-    fn began(&self, site: &Site) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(site.clone());
-    }
-
-    /// Blocks until `done`, or until the control group says that the world has stopped.
-    fn attend(&self, done: &mut dyn FnMut() -> bool) -> Outcome<(), DriverError> {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(site) = last else { return Ok(()) };
-        self.world.membership().attend(&site, done).map_err(|fault| {
-            let stopped = self.pool.keep(DriverError::Stopped { site, fault });
-            self.abort();
-            stopped
-        })
-    }
-
-    /// What NCCL has met in one of the communicators.
-    fn health(&self) -> Outcome<(), DriverError> {
-        let (nccl, comms) = (self.nccl()?, self.ends().comms.clone());
-        comms.into_iter().try_for_each(|comm| nccl.health(comm))
-    }
-
-    /// The error of a call of a group. Where NCCL has lost another process, the control group may say soon which.
-    fn explained(&self, control: &dyn Communicator, op: OpKind, fault: DriverError) -> CommError {
-        match self.reason(fault) {
-            DriverError::Stopped { site, fault } => CommError::Stopped { site, fault },
-            fault => {
-                self.abort();
-                backend(control, op, fault.to_string())
-            }
-        }
-    }
-
-    /// An error of a driver, or the fault that is its reason.
-    fn reason(&self, fault: DriverError) -> DriverError {
-        let begun = Instant::now();
-        let DriverError::Comm { .. } = fault else { return fault };
-        self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(fault)
-    }
-
-    /// Ends all communicators at once: operations in flight would wait for ranks that do not come.
-    fn abort(&self) {
-        let mut ends = self.ends();
-        if let Ok(nccl) = self.nccl() {
-            ends.comms.drain(..).for_each(|comm| _ = nccl.abort(comm));
-        }
-    }
-}
-
-impl Watch for Shared {
-    fn attend(&self, done: &mut dyn FnMut() -> Outcome<bool, DriverError>) -> Outcome<(), DriverError> {
-        let (mut over, mut looked) = (Ok(false), Instant::now());
-        self.attend(&mut || {
-            over = done();
-            if let Ok(false) = over
-                && looked.elapsed() >= LOOK
-            {
-                looked = Instant::now();
-                over = self.health().map(|()| false);
-            }
-            !matches!(over, Ok(false))
-        })?;
-        over.map(drop).map_err(|fault| self.reason(fault))
-    }
-}
-
-impl Drop for Shared {
-    /// Where operations are in flight whose handles were dropped, a thread waits until the others have come to them, or
-    /// until they have stopped.
-    fn drop(&mut self) {
-        if thread::panicking() {
-            return self.abort();
-        }
-        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let (detached, comms) = (std::mem::take(&mut ends.detached), std::mem::take(&mut ends.comms));
-        let pool = self.pool.clone();
-        let end = move || {
-            let begun = Instant::now();
-            while detached.iter().any(|met| !met.is_done()) && begun.elapsed() < PATIENCE {
-                thread::sleep(Duration::from_millis(1));
-            }
-            let met = |met: Pending| met.is_done() && met.wait().is_ok();
-            let all_met = detached.into_iter().all(met);
-            let Ok(nccl) = pool.driver.nccl() else { return };
-            // Parts before the communicator that they were split off.
-            for comm in comms.into_iter().rev() {
-                _ = if all_met { nccl.leave(comm) } else { nccl.abort(comm) };
-            }
-        };
-        // Without a thread the communicators stay until the process ends.
-        _ = thread::Builder::new().name("nccl ends".to_owned()).spawn(end);
-    }
-}
-
-/// How often a host that waits asks NCCL whether its communicators are well.
-const LOOK: Duration = Duration::from_millis(100);
-
-/// How long the control group may take to say why NCCL has lost a process, before its own error is told.
-const EXPLAINED: Duration = Duration::from_secs(5);
-
-/// How long a rank that ended keeps its communicators for operations that others have not come to.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The communicator of messages to one rank, or from it, and its stream once it is used.
 #[derive(Debug)]
@@ -235,19 +94,20 @@ struct Link {
 #[derive(Debug)]
 struct NcclGroup {
     control: Arc<dyn Communicator>,
-    shared: Arc<Shared>,
+    shared: Arc<Communicators>,
     comm: NcclComm,
+    reduction: Reduction,
     /// To and from each other rank; none in a group that is too large for it.
     links: Vec<Option<[Link; 2]>>,
 }
 
-fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
-    let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
-    CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
-}
-
 impl NcclGroup {
-    fn new(control: Arc<dyn Communicator>, shared: Arc<Shared>, comm: NcclComm) -> Outcome<Self, CommError> {
+    fn new(
+        control: Arc<dyn Communicator>,
+        shared: Arc<Communicators>,
+        comm: NcclComm,
+        reduction: Reduction,
+    ) -> Outcome<Self, CommError> {
         shared.keep(comm);
         let (rank, n) = (control.rank(), control.size());
         let failed = |fault| shared.explained(&*control, OpKind::Send, fault);
@@ -267,7 +127,7 @@ impl NcclGroup {
                 }
             }
         }
-        Ok(Self { control, shared, comm, links })
+        Ok(Self { control, shared, comm, reduction, links })
     }
 
     /// The address of a buffer of this device; null if there is none.
@@ -312,7 +172,7 @@ impl NcclGroup {
         let queue = Queue { pool: &self.shared.pool, rank: self.rank(), size: self.size(), comm, stream };
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
-        match (&call.op, self.shared.reduction) {
+        match (&call.op, self.reduction) {
             (&Op::AllReduce(reduce), Reduction::Library) => {
                 let count = bytes / dtype.size();
                 queue.exchange(Exchange::AllReduce { from, to, count, dtype, reduce })
@@ -343,24 +203,6 @@ impl NcclGroup {
             (Op::Barrier, _) => Ok(()),
         }?;
         driver.record(stream).map_err(text)
-    }
-
-    /// The call without elements, by which the ranks meet on the host.
-    fn meeting(&self, call: &Call) -> Call {
-        let none = |buffer: &Option<Buffer>| buffer.as_ref().map(|buffer| Buffer::zeros(buffer.dtype(), 0));
-        let zeros = || vec![0; self.control.size()];
-        // Sender and receiver compare the length with the rest.
-        let signed = |signature: u64| {
-            let length = call.input.as_ref().or(call.output.as_ref()).map_or(0, Buffer::bytes);
-            signature ^ (length as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-        };
-        let op = match call.op.clone() {
-            Op::AllToAll { .. } => Op::AllToAll { send_counts: zeros(), recv_counts: zeros() },
-            Op::Send { to, signature } => Op::Send { to, signature: signed(signature) },
-            Op::Recv { from, signature } => Op::Recv { from, signature: signed(signature) },
-            op => op,
-        };
-        Call { op, input: none(&call.input), output: none(&call.output), caller: call.caller.clone() }
     }
 }
 
@@ -399,10 +241,10 @@ impl Communicator for NcclGroup {
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
         let met = match self.size() {
             1 => None,
-            _ => Some(self.control.start(self.meeting(&call)).inspect_err(|_| self.shared.abort())?),
+            _ => Some(self.control.meet(&call).inspect_err(|_| self.shared.abort())?),
         };
         if let Some(site) = met.as_ref().and_then(Pending::site) {
-            self.shared.began(&Site { op: Some(call.info(self.world_ranks())), ..site.clone() });
+            self.shared.began(site);
         }
         let sends = call.op.kind() == OpKind::Send;
         let Call { input, output, .. } = call;
@@ -418,7 +260,7 @@ impl Communicator for NcclGroup {
         let new = new.map_err(|fault| self.shared.explained(&*part, OpKind::Barrier, fault))?;
         let none = || backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned());
         let comm = new.ok_or_else(none)?;
-        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?))
+        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm, self.reduction)?))
     }
 
     fn membership(&self) -> &dyn Membership {
@@ -427,7 +269,7 @@ impl Communicator for NcclGroup {
 
     /// NCCL promises none. The tree has the order of ranks in threads, if the control group has.
     fn reduction_order(&self) -> ReductionOrder {
-        match self.shared.reduction {
+        match self.reduction {
             Reduction::Library => ReductionOrder::Unspecified,
             Reduction::Tree => self.control.reduction_order(),
         }
@@ -436,7 +278,7 @@ impl Communicator for NcclGroup {
 
 /// An operation in flight.
 struct Flight {
-    shared: Arc<Shared>,
+    shared: Arc<Communicators>,
     wait: Option<Waits>,
 }
 
@@ -480,9 +322,7 @@ impl Drop for Flight {
     fn drop(&mut self) {
         if let Some(Waits { met, done, result, _read }) = self.wait.take() {
             self.resume(done);
-            let detached = &mut self.shared.ends().detached;
-            detached.retain(|met| !met.is_done());
-            detached.extend(met);
+            self.shared.detach(met);
             drop((result, _read));
         }
     }

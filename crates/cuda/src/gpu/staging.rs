@@ -64,7 +64,8 @@ impl Slot {
     /// Its first `count` bytes, at most [`SLOT`].
     pub(super) fn bytes(&mut self, count: usize) -> &mut [u8] {
         assert!(count <= SLOT);
-        // SAFETY: within the allocation, which was zeroed; the slot has a single owner, who has waited for its last copy.
+        // SAFETY: within the allocation, which was zeroed; the slot has a single owner, who has waited for its last
+        // copy.
         unsafe { std::slice::from_raw_parts_mut(self.at, count) }
     }
 }
