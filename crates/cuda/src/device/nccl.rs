@@ -28,14 +28,12 @@ use super::communicators::{Communicators, backend};
 use super::exchange::{Queue, places, round, text};
 use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
-use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId, Watch};
-use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder, Site};
+use crate::driver::{Event, Exchange, Message, NcclComm, Stream, UniqueId};
+use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
 use meshwork_core::{Communicator, Group};
 use std::any::Any;
 use std::result::Result as Outcome;
-use std::sync::{Arc, MutexGuard, OnceLock, Weak};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
 
 /// How elements on devices of several processes are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

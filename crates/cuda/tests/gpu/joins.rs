@@ -1,8 +1,6 @@
 //! Communicators of NCCL, call by call.
 
-use meshwork_cuda::driver::{
-    Address, Driver, DriverError, Exchange, Message, NcclComm, Stream, UniqueId, Watch, Work,
-};
+use meshwork_cuda::driver::{Address, Driver, DriverError, Exchange, Message, NcclComm, Stream, UniqueId, Watch, Work};
 use meshwork_cuda::{Gpu, Order};
 use std::sync::Arc;
 use std::thread;

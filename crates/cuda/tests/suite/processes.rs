@@ -70,26 +70,39 @@ fn sweeps() -> bool {
     std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all")
 }
 
-/// A sample of the suite; all of it in a sweep.
-#[test]
-fn nccl_between_processes_is_a_backend() {
+/// Runs a group of the suite in four processes.
+fn conforms(test: &str, group: &str, how: Reduction) {
     if crate::kernels().is_none() {
         return;
     }
-    let exits = run(4, "processes::nccl_between_processes_is_a_backend", |place| {
-        let runtime = joined(place, Duration::from_secs(60));
-        let over = |how| OverProcesses { runtime: runtime.clone(), how };
-        conformance_of("calls", &over(Reduction::Tree));
-        conformance_of("faults", &over(Reduction::Tree));
-        conformance_of("programs", &over(Reduction::Tree));
-        if sweeps() {
-            conformance_of("results", &over(Reduction::Library));
-            conformance_of("results", &over(Reduction::Tree));
-            conformance_of("flight", &over(Reduction::Tree));
-        }
+    let exits = run(4, test, |place| {
+        conformance_of(group, &OverProcesses { runtime: joined(place, Duration::from_secs(60)), how });
     });
     for (rank, exit) in exits.iter().flatten().enumerate() {
         assert_eq!(exit.code, Some(0), "rank {rank}: {}", exit.errors);
+    }
+}
+
+#[test]
+fn calls_that_differ_are_told() {
+    conforms("processes::calls_that_differ_are_told", "calls", Reduction::Library);
+}
+
+#[test]
+fn faults_are_told() {
+    conforms("processes::faults_are_told", "faults", Reduction::Tree);
+}
+
+#[test]
+fn programs_with_faults_end() {
+    conforms("processes::programs_with_faults_end", "programs", Reduction::Tree);
+}
+
+/// In a sweep alone.
+#[test]
+fn results_and_operations_in_flight() {
+    if sweeps() {
+        conforms("processes::results_and_operations_in_flight", "results", Reduction::Library);
     }
 }
 

@@ -121,7 +121,12 @@ pub(crate) fn find(
         Meeting::of(&launch, environment).map_err(|error| fault(error.to_string(), alone))?;
         if comm.reduction == ReductionName::Native && config.device == Device::Cpu {
             let problem = "MPI would add up, and these processes meet over TCP".to_owned();
-            return Err(Fault::new("comm.reduction", comm.reduction.name(), problem, "use tree, or comm.kind = \"mpi\""));
+            return Err(Fault::new(
+                "comm.reduction",
+                comm.reduction.name(),
+                problem,
+                "use tree, or comm.kind = \"mpi\"",
+            ));
         }
     } else {
         let valid = format!("comm.kind = \"tcp\" joins them without it; {alone}");
