@@ -84,16 +84,6 @@ fn conforms(test: &str, group: &str, how: Reduction) {
 }
 
 #[test]
-fn calls_that_differ_are_told() {
-    conforms("processes::calls_that_differ_are_told", "calls", Reduction::Library);
-}
-
-#[test]
-fn faults_are_told() {
-    conforms("processes::faults_are_told", "faults", Reduction::Tree);
-}
-
-#[test]
 fn programs_with_faults_end() {
     conforms("processes::programs_with_faults_end", "programs", Reduction::Tree);
 }
