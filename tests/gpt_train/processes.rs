@@ -161,43 +161,15 @@ fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
         format!("{SMALL} {UNSAMPLED} {STEPS} {more} --metrics {}", folder.join(name).display())
     };
     succeed(&line("cpu", "--mesh dp=1"));
-    let sample =
-        [(2, "dp=2 --set training.replay_every=2"), (2, "tp=2"), (2, "pp=2 --set training.micro_batch_size=2")];
-    let rest = [
-        (2, "dp=2 --set parallelism.zero_stage=3"),
-        (2, "dp=2 --set cuda.graphs=true"),
-        (2, "cp=2"),
-        (4, "dp=2,tp=2"),
-        (4, "tp=2,pp=2 --set training.micro_batch_size=2"),
-        (2, "dp=2,tp=2 --set comm.ranks_per_process=2"),
-    ];
-    let sweeps = std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all");
-    for (at, (processes, settings)) in sample.into_iter().chain(rest.into_iter().filter(|_| sweeps)).enumerate() {
+    for (at, settings) in
+        ["dp=2 --set training.replay_every=2", "tp=2", "pp=2 --set training.micro_batch_size=2"].into_iter().enumerate()
+    {
         let name = at.to_string();
-        let ended = over_tcp(processes, &line(&name, &format!("--device cuda-emulated:{at}:4 --mesh {settings}")));
+        let ended = over_tcp(2, &line(&name, &format!("--device cuda-emulated:{at}:2 --mesh {settings}")));
         for (rank, ended) in ended.iter().enumerate() {
             assert_eq!(ended.code, Some(0), "process {rank}, {settings}\n{}\n{}", ended.out, ended.err);
         }
         assert_eq!(numbers(&folder.join(name)), numbers(&folder.join("cpu")), "{settings}");
-    }
-    // Saved on one mesh, and resumed on another one.
-    for (mesh, steps) in [("dp=2", "--steps 2"), ("tp=2", "--steps 3")] {
-        let saved = folder.join("saved");
-        let more = format!(
-            "--device cuda-emulated:0:2 --mesh {mesh} --set checkpoint.dir={} --set checkpoint.resume=true",
-            saved.display()
-        );
-        let ended = over_tcp(2, &line("resharded", &more).replace("--steps 3", steps));
-        assert!(ended.iter().all(|ended| ended.code == Some(0)), "{mesh}: {}", ended[0].err);
-    }
-    assert_eq!(numbers(&folder.join("resharded")), numbers(&folder.join("cpu")));
-    // What is not on the devices goes by MPI, where processes are joined by it.
-    for (at, mpi) in installed().into_iter().enumerate() {
-        let name = format!("mpi-{at}");
-        let ended = launched(&mpi, 2, &line(&name, "--device cuda-emulated:0:2 --mesh dp=2 --set comm.kind=mpi"));
-        assert_eq!(ended.code, Some(0), "{}: {}\n{}", mpi.display(), ended.out, ended.err);
-        assert_eq!(numbers(&folder.join(&name)), numbers(&folder.join("cpu")), "{}", mpi.display());
-        assert!(ended.out.contains("MPI: "), "{}", ended.out);
     }
     // In an order of its own, which is near; canonical numerics refuse it.
     let native = "--device cuda-emulated:0:2 --mesh dp=2 --set comm.reduction=native";
@@ -345,11 +317,6 @@ fn a_launch_that_cannot_be_joined_is_bad_input() {
             "PMI_RANK = \"x\", which mpiexec sets, is not a whole number",
         ),
         (&[], "--mesh dp=2 --set comm.kind=mpi", "no launcher has started this process"),
-        (
-            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")],
-            "--mesh dp=2 --set comm.kind=tcp --set comm.reduction=native",
-            "comm.reduction = native: MPI would add up, and these processes meet over TCP; use tree",
-        ),
         (
             &[("PMI_RANK", "0"), ("PMI_SIZE", "2")],
             "--mesh dp=2 --set comm.library=/nowhere/libmpi.so.12",

@@ -232,13 +232,6 @@ mod cuda {
                 for number in 1..ranks {
                     meshwork_cuda::gpu::check(number, products).map_err(&failed)?;
                 }
-                // Found here, before processes wait for each other.
-                config
-                    .comm
-                    .launch
-                    .as_ref()
-                    .map_or(Ok(()), |_| meshwork_cuda::gpu::nccl().map(drop))
-                    .map_err(&failed)?;
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));
                     device(drivers.get(number, || {

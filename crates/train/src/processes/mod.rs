@@ -119,15 +119,6 @@ pub(crate) fn find(
     };
     if meets_over_tcp(config, &launch) {
         Meeting::of(&launch, environment).map_err(|error| fault(error.to_string(), alone))?;
-        if comm.reduction == ReductionName::Native && config.device == Device::Cpu {
-            let problem = "MPI would add up, and these processes meet over TCP".to_owned();
-            return Err(Fault::new(
-                "comm.reduction",
-                comm.reduction.name(),
-                problem,
-                "use tree, or comm.kind = \"mpi\"",
-            ));
-        }
     } else {
         let valid = format!("comm.kind = \"tcp\" joins them without it; {alone}");
         launch.require_mpi(processes, command).map_err(|error| fault(error.to_string(), &valid))?;
