@@ -95,8 +95,8 @@ def check():
                 wrong.append(f"{path.name}: {error}")
             settings(path.name, [word for container in spec["containers"] for word in container.get("args", [])])
         print(f"    {path.name}: {len(found)} pods")
-    script = (ROOT / "deploy/slurm.sh").read_text()
-    settings("slurm.sh", re.findall(r"--set (\S+)", script))
+    for path in sorted((ROOT / "deploy").glob("*.sh")):
+        settings(path.name, re.findall(r"--set (\S+)", path.read_text()))
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

@@ -45,7 +45,7 @@ mkdir -p "$pack/benches" "$pack/scripts" "$pack/crates/cuda/tests/gpu"
 cp -r benches/gpu benches/peers benches/harness "$pack/benches/"
 find "$pack" -name __pycache__ -prune -exec rm -r {} +
 cp scripts/gpu-check.sh "$pack/scripts/"
-cp crates/cuda/tests/gpu/stand_in.cpp "$pack/crates/cuda/tests/gpu/"
+cp crates/cuda/tests/gpu/stand_in.cpp crates/cuda/tests/gpu/stand_in_nccl.h "$pack/crates/cuda/tests/gpu/"
 cp LICENSE-MIT LICENSE-APACHE docs/gpu_performance.md "$pack/"
 changed=$(git status --porcelain --untracked-files=no)
 echo "$(git rev-parse --short HEAD)${changed:++}" >"$pack/COMMIT"

@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benches, for what the harness shares
 import correct
+import nccl
 import report
 import speed
 from session import Failed, Session, Skipped
@@ -42,6 +43,7 @@ PARTS = {
     "steps": correct.steps,
     "canonical": correct.canonical,
     "meshes": correct.meshes,
+    "nccl": nccl.nccl,
     "sanitizer": correct.sanitizer,
     "curves": correct.curves,
     **{f"models-{name}-{dtype}": speed.model(name, dtype) for name in speed.WORKS for dtype in ["f32", "bf16"]},

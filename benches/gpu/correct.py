@@ -49,19 +49,24 @@ def machine(session):
     return {"facts": facts, "tables": {"programs": rows}}
 
 
-def tests(session, words):
-    """Runs tests of the program `gpu`, each in a process of its own: a fault of a GPU stays with the process, and the tests behind it would fail too."""
-    environment = {"STAND_IN_CACHE": str(session.folder / "cubins")} | stand_in(session)
+def rows(session, words, more=None):
+    """A row for each of some tests of the program `gpu`, each run in a process of its own: a fault of a GPU stays with the process, and the tests behind it would fail too."""
+    environment = {"STAND_IN_CACHE": str(session.folder / "cubins")} | stand_in(session) | (more or {})
     program = session.program("gpu")
     listed = session.run([program, *words, "--skip", "stand_in::", "--list"], environment)
     names = [line.removesuffix(": test") for line in listed.lines if line.endswith(": test")]
     if not names:
         raise Failed(f"{program.name} lists no tests: {listed.reason()}")
     with ThreadPoolExecutor(2 if session.emulated else 1) as pool:
-        rows = list(pool.map(lambda name: test(session, program, name, environment), names))
-    if skipped := next((row["why"] for row in rows if row["state"] == "SKIPPED"), None):
+        return list(pool.map(lambda name: test(session, program, name, environment), names))
+
+
+def tests(session, words):
+    """A part of such tests, all of which need the device."""
+    told = rows(session, words)
+    if skipped := next((row["why"] for row in told if row["state"] == "SKIPPED"), None):
         raise Skipped(skipped)
-    return {"tables": {"tests": rows}, "text": [f"{sum(row['state'] == 'PASS' for row in rows)} of {len(rows)} tests passed"]}
+    return {"tables": {"tests": told}, "text": [f"{sum(row['state'] == 'PASS' for row in told)} of {len(told)} tests passed"]}
 
 
 def test(session, program, name, environment):
@@ -106,8 +111,8 @@ def stand_in(session):
         made = session.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", folder / "stand_in.so", "-ldl"])
         if made.code:
             raise Failed(f"the stand-in does not compile: {made.reason()}")
-        for library in ["cuda", "nvrtc", "cublasLt"]:
-            (folder / f"lib{library}.so").symlink_to("stand_in.so")
+        for library in ["cuda.so", "nvrtc.so", "cublasLt.so", "nccl.so.2"]:
+            (folder / f"lib{library}").symlink_to("stand_in.so")
     # A step on the emulator left the kernels that g++ compiled.
     kernels = next((session.folder / "cache/meshwork/kernels").glob("*/libkernels.so"))
     return {"LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(kernels)}

@@ -127,6 +127,31 @@ class Checks(unittest.TestCase):
         self.assertEqual(part["state"], "FAIL")
         self.assertIn("5.00% from the CPU's loss", part["why"])
 
+    def joins(self, loss, both="echo 'error: ncclCommInitRankConfig: ncclInvalidUsage: Duplicate GPU detected' >&2; exit 1"):
+        """A gpt_train of which rank 0 writes metrics with this loss, in a mesh of processes on GPUs of their own."""
+        metrics = f'''out=; for word in "$@"; do [ "$last" = --metrics ] && out=$word; last=$word; done
+            cat > "$out" <<E\n{steps_of(loss)}E'''
+        other = f'''case "${{RANK:+a rank}} $*" in "a rank"*"--device cuda:0 "*) {both};; esac
+            case "$RANK" in 0) {metrics}\nexit 0;; ?*) exit 0;; esac'''
+        self.programs("gpt_train", f"{other}\ncat <<E\n{steps_of(2.0)}E")
+        self.listing("echo 'SKIPPED: 2 ranks over NCCL need as many GPUs' >&2; echo 'test result: ok. 1 passed'", "nccl::tree")
+
+    def test_processes_that_train_otherwise_than_one_rank_fail(self):
+        for loss, state in [(2.0, "PASS"), (2.5, "FAIL")]:
+            self.joins(loss)
+            with mock.patch("nccl.count", lambda session: 2):
+                part = self.part("nccl")
+            rows = {row["what"]: row["state"] for row in part["tables"]["over NCCL"]}
+            self.assertEqual(part["state"], state, part["why"])
+            self.assertEqual((rows["two processes on one GPU"], rows["nccl::tree"], rows["dp=2,tp=2"]), ("PASS", "SKIPPED", "SKIPPED"))
+            self.assertEqual([rows[f"{mesh}, 2 processes"] for mesh in ["dp=2", "tp=2", "pp=2"]], [state] * 3)
+
+    def test_two_processes_that_train_on_one_gpu_fail(self):
+        self.joins(2.0, both="exit 0")
+        part = self.part("nccl", device="cuda:0")
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("two processes on one GPU: they trained", part["why"])
+
     def test_a_finding_of_a_sanitizer_names_its_kernel(self):
         told = "========= Invalid __global__ write of size 4 bytes\n=========     at adamw+0x1d0 in optimizer.cu:20\n========= ERROR SUMMARY: 1 error"
         self.programs("gpu", "echo 'test result: ok. 1 passed'")

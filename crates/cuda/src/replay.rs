@@ -15,13 +15,13 @@
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Nccl, Priority, Properties, Reach, Remote, Result, Stream,
-    Work,
+    Watch, Work,
 };
 use meshwork_tensor::Launches;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Most pieces of a graph: while the host collects them, the device runs the previous graph.
 const MOST: usize = 64;
@@ -303,6 +303,10 @@ impl Driver for Replaying {
 
     fn nccl(&self) -> Result<&dyn Nccl> {
         self.inner.nccl()
+    }
+
+    fn watch(&self, watch: Weak<dyn Watch>) {
+        self.inner.watch(watch);
     }
 
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {

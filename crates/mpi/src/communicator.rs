@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use meshwork_core::comm::{Activity, Ended, Membership, PendingOp, Site, check_members};
+use meshwork_core::comm::{Activity, Ended, Fault, Membership, PendingOp, Site, check_members};
 use meshwork_core::{Buffer, Call, CommError, Communicator, Pending, ReductionOrder};
 
 use crate::endpoint::{Endpoint, GroupOf};
@@ -45,6 +45,10 @@ impl Membership for Member {
 
     fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(Arc::new(MpiComm::of_world(self.endpoint.fork(name), self.life.clone())))
+    }
+
+    fn attend(&self, site: &Site, done: &mut dyn FnMut() -> bool) -> Result<(), Arc<Fault>> {
+        self.endpoint.attend(site, done)
     }
 
     fn end(&self, how: Activity) -> Ended {
@@ -93,6 +97,12 @@ impl Communicator for MpiComm {
         Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
     }
 
+    fn meet(&self, call: &Call) -> Result<Pending, CommError> {
+        call.check(self.rank(), self.size()).map_err(|error| error.on(self, call.op.kind()))?;
+        let (key, site) = self.member.endpoint.meet(&self.group, call)?;
+        Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
+    }
+
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         let ranks = check_members(self, name, members)?;
         let group = self.member.endpoint.split(&self.group, name, ranks)?;
@@ -127,6 +137,10 @@ impl PendingOp for Flying {
 
     fn is_done(&self) -> bool {
         self.member.endpoint.is_finished(self.key)
+    }
+
+    fn site(&self) -> Option<&Site> {
+        Some(&self.site)
     }
 }
 

@@ -139,7 +139,8 @@ struct Counts {
 /// A wait of this rank.
 struct Wait {
     number: u64,
-    key: Key,
+    /// The operation; `None` of a wait for the device.
+    key: Option<Key>,
     site: Site,
     since: Instant,
     told: Option<(Instant, Vec<usize>)>,
@@ -225,8 +226,23 @@ impl Endpoint {
 
     /// Starts an operation of a group.
     pub(crate) fn start(&self, group: &GroupOf, call: Call) -> Result<(Key, Site), CommError> {
-        self.beat();
         let info = call.info(&group.ranks);
+        self.begin(group, call, (info, None))
+    }
+
+    /// Starts an operation of a group in which members only meet.
+    pub(crate) fn meet(&self, group: &GroupOf, call: &Call) -> Result<(Key, Site), CommError> {
+        let what = (call.info(&group.ranks), Some(call.op.clone()));
+        self.begin(group, call.without_elements(group.ranks.len()), what)
+    }
+
+    fn begin(
+        &self,
+        group: &GroupOf,
+        call: Call,
+        (info, meets): (OpInfo, Option<Op>),
+    ) -> Result<(Key, Site), CommError> {
+        self.beat();
         let mut state = self.lock();
         let counts = state.groups.entry(group.id).or_default();
         let next = |count: &mut u64| std::mem::replace(count, *count + 1);
@@ -235,14 +251,14 @@ impl Endpoint {
             Op::Recv { from, .. } => Some(((group.ranks[from], self.rank), 1)),
             _ => None,
         };
-        let course = match counts.courses.iter().find(|course| course.is_for(&call, &info)) {
+        let course = match counts.courses.iter().find(|course| course.is_for(&call, (&info, meets.as_ref()))) {
             Some(course) => course.clone(),
             None => {
                 let (ranks, place): (Arc<[usize]>, _) = match message {
                     Some(((from, to), me)) => ([from, to].into(), (me, self.cells[1].clone())),
                     None => (group.ranks.clone(), (group.member, group.cells.clone())),
                 };
-                let course = Arc::new(Course::new(&call, info.clone(), ranks, place, self.port.reduction));
+                let course = Arc::new(Course::new(&call, (info.clone(), meets), ranks, place, self.port.reduction));
                 if course.messages() <= LARGEST_COURSE {
                     counts.courses.truncate(COURSES - 1);
                     counts.courses.push_front(course.clone());
@@ -493,11 +509,7 @@ impl Endpoint {
                 let mut state = self.lock();
                 any |= self.advance_in(&mut state);
                 if let Some(result) = self.finished(&mut state, key, site) {
-                    if let Some(at) = state.waits.iter().position(|wait| Some(wait.number) == number)
-                        && let Wait { told: Some(_), number, .. } = state.waits.remove(at)
-                    {
-                        self.tell(&state, Tell::Goes { number });
-                    }
+                    self.end_wait(&mut state, number);
                     return result;
                 }
                 if any {
@@ -506,12 +518,7 @@ impl Endpoint {
                 // Short waits are nobody's business.
                 if pause.is_long() {
                     self.with_bench(&mut state, |bench, say| bench.tick(say));
-                    let number = *number.get_or_insert_with(|| {
-                        state.waited += 1;
-                        let (number, site) = (state.waited, site.clone());
-                        state.waits.push(Wait { number, key, site, since: Instant::now(), told: None });
-                        number
-                    });
+                    let number = *number.get_or_insert_with(|| state.begin_wait(Some(key), site));
                     self.tell_wait(&mut state, number);
                 }
                 drop(state);
@@ -520,6 +527,49 @@ impl Endpoint {
         });
         self.beat();
         result
+    }
+
+    /// Blocks until the device has `done` work in which all ranks take part, or a fault stops the world. Meanwhile this
+    /// thread moves the messages of the process.
+    pub(crate) fn attend(&self, site: &Site, done: &mut dyn FnMut() -> bool) -> Result<(), Arc<Fault>> {
+        if done() {
+            return Ok(());
+        }
+        let _driving = self.port.drivers.enter();
+        let (mut pause, mut number) = (Pause::of_rank(self.port.sleep(LONGEST_SLEEP)), None);
+        let result = loop {
+            let mut any = self.port.poll();
+            let mut state = self.lock();
+            any |= self.advance_in(&mut state);
+            if let Some((fault, _)) = &state.fault {
+                break Err(fault.clone());
+            }
+            if pause.is_long() {
+                self.with_bench(&mut state, |bench, say| bench.tick(say));
+                let number = *number.get_or_insert_with(|| state.begin_wait(None, site));
+                self.tell_wait(&mut state, number);
+            }
+            drop(state);
+            if done() {
+                break Ok(());
+            }
+            if any {
+                pause.reset();
+            }
+            pause.rest();
+        };
+        self.end_wait(&mut self.lock(), number);
+        self.beat();
+        result
+    }
+
+    /// A wait is over, of which the judge may know.
+    fn end_wait(&self, state: &mut State, number: Option<u64>) {
+        if let Some(at) = state.waits.iter().position(|wait| Some(wait.number) == number)
+            && let Wait { told: Some(_), number, .. } = state.waits.remove(at)
+        {
+            self.tell(state, Tell::Goes { number });
+        }
     }
 
     /// The result of an operation that is over; of an unfinished one the fault, if there is one.
@@ -550,14 +600,21 @@ impl Endpoint {
         }
         self.mind_judge(state);
         let Some(wait) = state.waits.get(at) else { return };
-        let Some(flight) = state.flights.get(&wait.key) else { return };
-        let lacks = flight.lacks();
+        let lacks = match wait.key {
+            Some(key) => state.flights.get(&key).map(Flight::lacks),
+            None => Some(Vec::new()),
+        };
+        let Some(lacks) = lacks else { return };
         if wait.told.as_ref().is_some_and(|(told, before)| *before == lacks && now < *told + AGAIN) {
             return;
         }
         let since_millis = now.duration_since(wait.since).as_millis() as u64;
-        let (key, site) = (wait.key, wait.site.clone());
-        self.tell(state, Tell::Waits { number, since_millis, key, site, lacks: lacks.clone() });
+        let (site, lacked) = (wait.site.clone(), lacks.clone());
+        let told = match wait.key {
+            Some(key) => Tell::Waits { number, since_millis, key, site, lacks: lacked },
+            None => Tell::Attends { number, site },
+        };
+        self.tell(state, told);
         state.waits[at].told = Some((now, lacks));
     }
 
@@ -812,6 +869,13 @@ impl State {
     /// The rank that judges, as far as `here` knows.
     fn judge(&self, here: &Endpoint) -> usize {
         (0..here.ranks.len()).find(|rank| !self.lost.contains_key(rank)).unwrap_or(here.rank)
+    }
+
+    /// The number of a wait that begins.
+    fn begin_wait(&mut self, key: Option<Key>, site: &Site) -> u64 {
+        self.waited += 1;
+        self.waits.push(Wait { number: self.waited, key, site: site.clone(), since: Instant::now(), told: None });
+        self.waited
     }
 
     /// Whether this rank has started an operation.

@@ -25,6 +25,8 @@ const WINDOW: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Course {
     op: Op,
+    /// Of an operation in which members only meet: what it is with its elements.
+    meets: Option<Op>,
     pub(crate) info: OpInfo,
     plan: Plan,
     /// World ranks of the members.
@@ -161,7 +163,7 @@ fn agreement(info: &OpInfo) -> u64 {
 impl Course {
     pub(crate) fn new(
         call: &Call,
-        info: OpInfo,
+        (info, meets): (OpInfo, Option<Op>),
         ranks: Arc<[usize]>,
         (me, cells): (usize, Arc<Cells>),
         reduction: Reduction,
@@ -175,12 +177,21 @@ impl Course {
         // Plain data in memory can always be written.
         let written = postcard::to_allocvec(&info).unwrap_or_default().into();
         let (op, dtype, hash) = (call.op.clone(), info.dtype.unwrap_or(DType::U8), agreement(&info));
-        Course { op, info, plan, ranks, dtype, units, sums, hash, written }
+        let hash = combine(hash, u64::from(meets.is_some()));
+        Course { op, meets, info, plan, ranks, dtype, units, sums, hash, written }
     }
 
     /// Whether a call has this shape.
-    pub(crate) fn is_for(&self, call: &Call, info: &OpInfo) -> bool {
-        self.op == call.op && self.info == *info
+    pub(crate) fn is_for(&self, call: &Call, (info, meets): (&OpInfo, Option<&Op>)) -> bool {
+        self.op == call.op && self.info == *info && self.meets.as_ref() == meets
+    }
+
+    /// The elements that this member of an uneven all-to-all sends to another one, and expects of it.
+    fn uneven(&self, other: usize) -> Option<(usize, usize)> {
+        match &self.meets {
+            Some(Op::AllToAll { send_counts, recv_counts }) => Some((send_counts[other], recv_counts[other])),
+            _ => self.plan.uneven(other),
+        }
     }
 
     /// About how many messages it has.
@@ -474,25 +485,29 @@ impl Flight {
 
     /// What this member tells another one of the operation, once.
     pub(crate) fn says(&mut self, to: usize) -> Option<Says> {
-        let Course { plan, hash, written, .. } = &*self.course;
-        let says = || Says { hash: *hash, expects: plan.uneven(to).map(|(_, expects)| expects), op: written.clone() };
+        let course = &*self.course;
+        let expects = || course.uneven(to).map(|(_, expects)| expects);
+        let says = || Says { hash: course.hash, expects: expects(), op: course.written.clone() };
         self.told.insert(to).then(says)
     }
 
     /// This member's and another one's operations, as far as they differ: from what that one says, and from its first
     /// message, of this many bytes.
     pub(crate) fn difference(&self, from: usize, theirs: &Says, bytes: usize) -> Option<(OpInfo, OpInfo)> {
-        let Course { info, plan, ranks, hash, .. } = &*self.course;
+        let Course { info, meets, plan, ranks, hash, .. } = &*self.course;
         if *hash != theirs.hash {
             // Another build would write otherwise; the handshake of a run tells it.
             let theirs = postcard::from_bytes(&theirs.op).unwrap_or_else(|_| info.clone());
             return Some((info.clone(), theirs));
         }
-        let ((sends, expected), expects) = (plan.uneven(from)?, theirs.expects?);
+        let ((sends, expected), expects) = (self.course.uneven(from)?, theirs.expects?);
         let (me, them) = (self.site.world_rank, ranks[from]);
         let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..info.clone() };
         if sends != expects {
             return Some((part(sends, Peer::To(them)), part(expects, Peer::From(me))));
+        }
+        if meets.is_some() {
+            return None; // the other one finds what this one expects
         }
         let sent = bytes / plan.element();
         (sent != expected).then(|| (part(expected, Peer::From(them)), part(sent, Peer::To(me))))
@@ -519,7 +534,7 @@ mod tests {
             call.check(me, members).unwrap();
             let info = call.info(&ranks);
             let site = Site { group: "world".into(), group_id: 0, world_rank: me, seq: 0, op: Some(info.clone()) };
-            let course = Course::new(&call, info, ranks.clone(), (me, cells.clone()), Reduction::Tree);
+            let course = Course::new(&call, (info, None), ranks.clone(), (me, cells.clone()), Reduction::Tree);
             Flight::new(key, site, Arc::new(course), call).unwrap()
         };
         let mut flights: Vec<Flight> = calls.into_iter().enumerate().map(flight).collect();

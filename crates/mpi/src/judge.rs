@@ -11,6 +11,10 @@
 //! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout. A
 //!   rank that waits says so again and again: the judge forgets a wait of which it hears no more.
 //!
+//! A rank that waits for its device attends to work in which all ranks take part, such as collectives of devices.
+//! Others see it as one that computes. But it needs their processes, so the judge asks all ranks whether they are
+//! there: one that has failed, or is lost, is gone; one that does not answer for the timeout is late.
+//!
 //! A world whose ranks do not wait tells its judge nothing. The judge is rank 0, or the first rank whose process lives.
 //!
 //! More than 400 lines: every judgement and what it rests on, with the cases that once went wrong as tests.
@@ -38,6 +42,13 @@ struct Wait {
     key: Key,
     site: Site,
     lacks: BTreeSet<usize>,
+}
+
+/// A rank's wait for its device.
+struct Attends {
+    number: u64,
+    heard: Instant,
+    site: Site,
 }
 
 /// That a rank, in a wait, lacks another one.
@@ -109,6 +120,9 @@ pub(crate) struct Bench {
     questions: u64,
     /// By rank.
     still: HashMap<usize, Still>,
+    attends: BTreeMap<usize, Attends>,
+    /// When ranks were heard last, while one attends to its device.
+    alive: BTreeMap<usize, Instant>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
     missing: BTreeSet<usize>,
@@ -137,6 +151,8 @@ impl Bench {
             asked_at: HashMap::new(),
             questions: 0,
             still: HashMap::new(),
+            attends: BTreeMap::new(),
+            alive: BTreeMap::new(),
             ended: vec![None; ranks],
             missing: BTreeSet::new(),
             first: None,
@@ -150,6 +166,9 @@ impl Bench {
 
     /// Hears a rank.
     pub(crate) fn hear(&mut self, from: usize, told: Tell, say: &mut Vec<(To, Judge)>) {
+        if let Some(heard) = self.alive.get_mut(&from) {
+            *heard = Instant::now();
+        }
         match told {
             Tell::Found { kind, site } => self.stop(kind, site, say),
             Tell::Waits { number, since_millis, key, site, lacks } => {
@@ -165,6 +184,12 @@ impl Bench {
                 if self.waits.get(&from).is_some_and(|wait| wait.number <= number) {
                     self.waits.remove(&from);
                 }
+                if self.attends.get(&from).is_some_and(|wait| wait.number <= number) {
+                    self.attends.remove(&from);
+                }
+            }
+            Tell::Attends { number, site } => {
+                self.attends.insert(from, Attends { number, heard: Instant::now(), site });
             }
             Tell::Ends { how, .. } => self.end(from, how, say),
             Tell::Answer { asked, posted, lacks, waits, ended, beats } => {
@@ -212,12 +237,50 @@ impl Bench {
         // A judge that got no core had no chance to hear answers, and ends: that time makes nobody late.
         let lacked = lacked(gap, often);
         self.still.values_mut().for_each(|still| still.excuse(lacked, now));
-        self.waits.values_mut().for_each(|wait| wait.heard = (wait.heard + lacked).min(now));
+        let heard = self.waits.values_mut().map(|wait| &mut wait.heard);
+        let heard = heard.chain(self.attends.values_mut().map(|wait| &mut wait.heard)).chain(self.alive.values_mut());
+        heard.for_each(|at| *at = (*at + lacked).min(now));
         let ends = self.fault.as_mut().map(|(_, at)| at).into_iter().chain(&mut self.ending);
         ends.for_each(|at| *at = (*at + lacked).min(now));
         self.write_down(say);
+        self.look_at_processes(say);
         self.look(say);
         self.finish(say);
+    }
+
+    /// Looks for a rank whose process is not there, as long as one waits for its device.
+    fn look_at_processes(&mut self, say: &mut Vec<(To, Judge)>) {
+        self.attends.retain(|_, wait| wait.heard.elapsed() < SILENCE);
+        if self.is_stopped() || self.attends.is_empty() {
+            return self.alive.clear();
+        }
+        let now = Instant::now();
+        for rank in 0..self.ended.len() {
+            let Some((&waiting, wait)) = self.attends.iter().find(|(waiting, _)| **waiting != rank) else { continue };
+            match &self.ended[rank] {
+                Some(how @ (Activity::Failed(_) | Activity::Panicked(_) | Activity::Lost(_))) => {
+                    let (kind, site) = (FaultKind::Gone { rank, how: how.clone() }, wait.site.clone());
+                    return self.stop(kind, Some(site), say);
+                }
+                Some(_) => _ = self.alive.remove(&rank), // its device does what it has queued
+                None => {
+                    let silent = now.duration_since(*self.alive.entry(rank).or_insert(now));
+                    if let Some(after) = self.timeout.filter(|timeout| silent >= (*timeout).max(SILENCE)) {
+                        let (chain, site) = (vec![waiting, rank], wait.site.clone());
+                        return self.stop(FaultKind::Timeout { rank, after, chain }, Some(site), say);
+                    }
+                    // A question of no edge: the answer alone counts.
+                    let key = Key { group: wait.site.group_id, message: None, seq: wait.site.seq };
+                    say.push((To::Rank(rank), Judge::Ask { asked: 0, key }));
+                }
+            }
+        }
+    }
+
+    /// Whether some rank may be missing for which others attend to their devices.
+    fn lacks_a_process(&self) -> bool {
+        let often = self.often();
+        self.alive.values().any(|heard| heard.elapsed() > 3 * often)
     }
 
     /// How often it looks and asks.
@@ -319,6 +382,9 @@ impl Bench {
             let Some(number) = self.waits.get(&before).map(|wait| wait.number) else { continue };
             let late = self.still.entry(last).or_insert_with(|| Still::new(now)).is_late(now, timeout, often);
             self.ask((before, number, last), say);
+            if self.attends.contains_key(&last) && self.lacks_a_process() {
+                continue; // its device waits for another one
+            }
             let waits = self.waits.get(&chain[0]).is_some_and(|wait| now.duration_since(wait.since) >= timeout);
             if waits && late {
                 let site = self.waits.get(&chain[0]).map(|wait| wait.site.clone());
@@ -389,6 +455,7 @@ impl Bench {
         self.ended[rank] = Some(how.clone());
         self.ending.get_or_insert_with(Instant::now);
         self.waits.remove(&rank);
+        self.attends.remove(&rank);
         // What it has answered before is old: it is asked again at once.
         self.asked_at.retain(|edge, _| edge.2 != rank);
         if !self.is_stopped() {
@@ -614,6 +681,43 @@ mod tests {
         assert!(after(&mut bench, 15 * short, short / 16).is_empty());
         let over = after(&mut bench, SILENCE, short / 16);
         assert!(matches!(&over[..], [(To::All, Judge::Over(Some(_)))]), "the others do not wait for ever");
+    }
+
+    /// Rank 0 waits for its device. Rank 1 is not late as long as its process answers, whatever it does, and is gone if
+    /// it fails; others that wait for rank 0 do not blame it while rank 1 is silent.
+    #[test]
+    fn a_rank_that_waits_for_its_device_needs_the_processes_of_all() {
+        let (second, often) = (Duration::from_secs(1), Duration::from_millis(63));
+        let begin = || {
+            let mut bench = Bench::new(2, Some(second));
+            let site = Site { group: "dp".into(), group_id: 7, world_rank: 0, seq: 3, op: None };
+            hear(&mut bench, 0, Tell::Attends { number: 1, site });
+            bench
+        };
+        let later = |bench: &mut Bench, time: Duration| {
+            bench.alive.values_mut().for_each(|heard| *heard -= time);
+            after(bench, Duration::ZERO, often)
+        };
+        let kind = |bench: &Bench| bench.found.as_ref().map(|found| found.kind.clone());
+        let mut bench = begin();
+        for _ in 0..100 {
+            let said = later(&mut bench, often);
+            assert!(matches!(said[..], [(To::Rank(1), Judge::Ask { asked: 0, .. })]), "{}", said.len());
+            assert!(hear(&mut bench, 1, answer(0, false, false, 3)).is_empty());
+        }
+        assert!(!stops(&later(&mut bench, SILENCE / 2)) && bench.lacks_a_process());
+        assert!(stops(&later(&mut bench, SILENCE / 2)));
+        assert_eq!(kind(&bench), Some(FaultKind::Timeout { rank: 1, after: second, chain: vec![0, 1] }));
+
+        let (mut failed, mut returned, mut gone) = (begin(), begin(), begin());
+        let how = Activity::Failed("no memory".to_owned());
+        hear(&mut failed, 1, Tell::Ends { how: how.clone(), forks: 0 });
+        assert!(stops(&later(&mut failed, often)));
+        assert_eq!(kind(&failed), Some(FaultKind::Gone { rank: 1, how }));
+        hear(&mut returned, 1, Tell::Ends { how: Activity::Returned, forks: 0 });
+        assert!(later(&mut returned, SILENCE).is_empty(), "it has queued its part");
+        hear(&mut gone, 0, Tell::Goes { number: 1 });
+        assert!(later(&mut gone, SILENCE).is_empty(), "nobody waits");
     }
 
     #[test]

@@ -133,6 +133,8 @@ pub(crate) enum Tell {
     Found { kind: FaultKind, site: Option<Site> },
     /// It has waited for some time, in the wait of this number, for these ranks.
     Waits { number: u64, since_millis: u64, key: Key, site: Site, lacks: Vec<usize> },
+    /// It has waited for some time, in the wait of this number, for its device, in whose work all ranks take part.
+    Attends { number: u64, site: Site },
     /// That wait is over.
     Goes { number: u64 },
     /// It has ended, and had come to this many forks.

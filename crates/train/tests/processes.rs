@@ -5,7 +5,8 @@ mod small;
 
 use meshwork_checkpoint::Checkpoint;
 use meshwork_core::World;
-use meshwork_testkit::comm::processes::{is_rank, run};
+use meshwork_mpi::{Meeting, Options, Runtime};
+use meshwork_testkit::comm::processes::{Place, is_rank, run};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::generate::{Sampling, Trained, continue_text_in};
 use meshwork_train::{Devices, Outcome, RunError, train_in};
@@ -41,6 +42,13 @@ fn losses(metrics: &Path) -> Vec<String> {
     lines.lines().filter_map(loss).collect()
 }
 
+/// The world of the processes of a test.
+fn joined(Place { rank, ranks, port }: Place) -> World {
+    let meeting = Meeting { rank, size: ranks, host: "127.0.0.1".to_owned(), port, key: None };
+    let (options, stop) = (Options { timeout: LONG, ..Options::default() }, AtomicBool::new(false));
+    Runtime::meet(meeting, options, &stop).unwrap_or_else(|error| panic!("{error}")).world()
+}
+
 /// A folder, which the first process empties.
 fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -55,8 +63,8 @@ fn folder(name: &str) -> PathBuf {
 fn a_run_over_processes_is_that_over_threads() {
     let over_processes = folder("over_processes");
     let config = config("dp=2", &over_processes);
-    let exits = run(2, "a_run_over_processes_is_that_over_threads", |worlds| {
-        let world = worlds.world(2, LONG).unwrap();
+    let exits = run(2, "a_run_over_processes_is_that_over_threads", |place| {
+        let world = joined(place);
         let outcome = train(&world, &config, &over_processes.join("metrics")).unwrap();
         assert_eq!(outcome.steps, 4);
         // Rank 0 has the tracks of both, on one clock: each all-reduce is over on both at the same time.
@@ -110,8 +118,8 @@ fn a_run_over_processes_is_that_over_threads() {
 #[test]
 fn processes_with_other_settings_are_refused_before_the_first_step() {
     let folder = folder("other_settings");
-    let exits = run(3, "processes_with_other_settings_are_refused_before_the_first_step", |worlds| {
-        let world = worlds.world(3, LONG).unwrap();
+    let exits = run(3, "processes_with_other_settings_are_refused_before_the_first_step", |place| {
+        let world = joined(place);
         let rate = if world.leads() { "5e-1" } else { "1e-3" };
         let config = small::config(&format!("pp=3 --set model.num_layers=3 --set optimizer.lr={rate}"));
         let error = train(&world, &config, &folder.join("metrics")).unwrap_err();
@@ -145,8 +153,8 @@ fn a_text_over_processes_is_that_over_threads() {
         let tokens = drawn(&World::Threads(2), &config);
         fs::write(folder.join("tokens"), format!("{tokens:?}")).unwrap();
     }
-    let exits = run(2, "a_text_over_processes_is_that_over_threads", |worlds| {
-        let world = worlds.world(2, LONG).unwrap();
+    let exits = run(2, "a_text_over_processes_is_that_over_threads", |place| {
+        let world = joined(place);
         let tokens = drawn(&world, &config);
         let wanted = fs::read_to_string(folder.join("tokens")).unwrap();
         assert_eq!(format!("{tokens:?}"), if world.leads() { &wanted } else { "[]" });

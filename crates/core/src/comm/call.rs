@@ -198,6 +198,24 @@ impl Call {
         OpInfo { kind, reduce, dtype, elements, peer, signature, caller: self.caller.clone() }
     }
 
+    /// The same call without elements, for a group of `size` ranks. Sender and receiver of a message compare its length
+    /// with the rest.
+    pub fn without_elements(&self, size: usize) -> Call {
+        let none = |buffer: &Option<Buffer>| buffer.as_ref().map(|buffer| Buffer::zeros(buffer.dtype(), 0));
+        let signed = |signature: u64| {
+            let length = self.input.as_ref().or(self.output.as_ref()).map_or(0, Buffer::bytes);
+            signature ^ (length as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        };
+        let zeros = || vec![0; size];
+        let op = match self.op.clone() {
+            Op::AllToAll { .. } => Op::AllToAll { send_counts: zeros(), recv_counts: zeros() },
+            Op::Send { to, signature } => Op::Send { to, signature: signed(signature) },
+            Op::Recv { from, signature } => Op::Recv { from, signature: signed(signature) },
+            op => op,
+        };
+        Call { op, input: none(&self.input), output: none(&self.output), caller: self.caller.clone() }
+    }
+
     /// Elements of the full buffer: the larger of input and output; for an all-to-all, the elements that are sent.
     pub fn elements(&self) -> usize {
         match self.op {

@@ -301,7 +301,7 @@ impl Fault {
     }
 
     /// The fault as seen by a rank that was at `here`.
-    pub(crate) fn describe(&self, here: &Site) -> String {
+    pub fn describe(&self, here: &Site) -> String {
         let op = here.op.as_ref().map(|op| format!("{op} ")).unwrap_or_default();
         let cause = self.cause();
         let mut text = match &self.site {

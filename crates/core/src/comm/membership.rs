@@ -1,9 +1,10 @@
 //! A rank's membership in its world: its life, its clock, and worlds beside this one.
 
-use super::{Activity, CommError, Communicator, Fault, Group};
+use super::{Activity, CommError, Communicator, Fault, Group, Site};
 use serde::{Deserialize, Serialize};
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// The membership of one rank in its world, the same behind all of its groups. A backend implements it.
@@ -20,6 +21,20 @@ pub trait Membership: Send + Sync + Debug {
     /// waits for this world nor fails with it, and has no timeout. Collective: all ranks call it in the same order. A
     /// rank that ended before it came here is missed in the new world at once.
     fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError>;
+
+    /// Blocks until `done` says that work outside of this world is over in which all of its ranks take part, such as
+    /// collectives of their devices. `site` is the last operation of this rank that began such work.
+    ///
+    /// # Errors
+    /// The fault that stops the world meanwhile: a rank that fails, or whose process ends, or does not answer for the
+    /// timeout, will not do its part. By default only `done` counts: ranks that are threads end together.
+    fn attend(&self, site: &Site, done: &mut dyn FnMut() -> bool) -> Result<(), Arc<Fault>> {
+        _ = site;
+        while !done() {
+            thread::sleep(Duration::from_micros(100));
+        }
+        Ok(())
+    }
 
     /// Tells the world how this rank ended, and returns how all of them did: when the last one has, or when the
     /// timeout has passed since a fault stopped the world. Every rank gets the same first failure.

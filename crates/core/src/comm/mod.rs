@@ -80,6 +80,12 @@ pub trait Communicator: Send + Sync + Debug {
     /// [`Pending::wait`].
     fn start(&self, call: Call) -> Result<Pending, CommError>;
 
+    /// Starts an operation whose elements take another way, such as NCCL: its members meet and are compared, and no
+    /// buffer is touched. By default only what the call [without elements](Call::without_elements) has is compared.
+    fn meet(&self, call: &Call) -> Result<Pending, CommError> {
+        self.start(call.without_elements(self.size()))
+    }
+
     /// Cuts the group into disjoint parts. Collective: every rank of the group calls it, and names the part it is in:
     /// distinct ranks of this group, itself among them, in the order that they have in the new group. All members of a
     /// part name the same list, so that its first rank can serve as the colour, and a rank's place in it as the key, of

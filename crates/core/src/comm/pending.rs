@@ -1,6 +1,6 @@
 //! The handle of an operation in flight.
 
-use super::{CommError, CommLog};
+use super::{CommError, CommLog, Site};
 use crate::buffer::Buffer;
 use std::fmt;
 use std::time::Instant;
@@ -13,6 +13,11 @@ pub trait PendingOp: Send {
 
     /// Whether [`PendingOp::wait`] would return at once.
     fn is_done(&self) -> bool;
+
+    /// The place of the operation, of a backend whose ranks [attend](super::Membership::attend) to work outside of it.
+    fn site(&self) -> Option<&Site> {
+        None
+    }
 }
 
 /// An operation in flight, which owns its memory. Dropping it detaches: the operation still takes place.
@@ -61,6 +66,14 @@ impl Pending {
         match &self.state {
             State::Done(_) => true,
             State::Running(op) => op.is_done(),
+        }
+    }
+
+    /// The place of the operation, if the backend [says it](PendingOp::site).
+    pub fn site(&self) -> Option<&Site> {
+        match &self.state {
+            State::Done(_) => None,
+            State::Running(op) => op.site(),
         }
     }
 }

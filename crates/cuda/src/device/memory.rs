@@ -10,8 +10,8 @@ use super::blocks::{Block, Blocks};
 use super::prelude::*;
 use super::room::Room;
 use crate::driver::{Driver, DriverError, Priority, Stream};
-use meshwork_core::Memory;
 use meshwork_core::comm::device::DevicePlace;
+use meshwork_core::{CommError, Memory};
 use meshwork_tensor::{Category, Meter};
 use std::sync::{Arc, MutexGuard, OnceLock};
 
@@ -110,6 +110,7 @@ impl Pool {
                 let held = Box::new(self.meter.live());
                 Error::OutOfMemory { device, bytes: bytes as u64, category, fault: fault.into(), held }
             }
+            DriverError::Stopped { site, fault } => CommError::Stopped { site, fault }.into(),
             fault => Error::Device { op, device, fault: fault.into() },
         }
     }

@@ -10,6 +10,7 @@ mod blocks;
 mod channel_norm;
 mod checked;
 mod collectives;
+mod communicators;
 mod compression;
 mod documents;
 mod elementwise;
@@ -179,7 +180,8 @@ impl CudaDevice {
             driver.read(*copies, from, bytes)?;
             driver.read(*copies, self.found.at(), &mut found)
         };
-        queue().map_err(self.failed("download"))?;
+        // Work that was aborted has no result.
+        queue().and_then(|()| self.pool.sound()).map_err(self.failed("download"))?;
         checked::fault(&found).map_or(Ok(host), Err)
     }
 
@@ -324,7 +326,7 @@ impl Device for CudaDevice {
             let mut host = Buffer::zeros(dtype, count);
             let bytes = host.as_bytes_mut()?;
             let waits = pool.driver.wait(pool.copies, moment);
-            let read = waits.and_then(|()| pool.driver.read(pool.copies, from, bytes));
+            let read = waits.and_then(|()| pool.driver.read(pool.copies, from, bytes)).and_then(|()| pool.sound());
             read.map_err(|fault| pool.refused("download", Category::default(), fault))?;
             Ok(host)
         }))

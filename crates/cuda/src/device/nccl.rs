@@ -15,21 +15,25 @@
 //! receive would wait for each other. Everything else is in the device's stream of collectives, so that members must
 //! start the collectives of all groups in one order, as ranks of one program do.
 //!
+//! Once the ranks have met, hosts go on, and a process that ends or stands still then leaves the work of the others
+//! without an end. So a host that waits for its device, or for NCCL while it makes communicators, attends to it in the
+//! control group ([`Watch`]), which knows whose process is missing: its verdict aborts the communicators, and is the
+//! error of this and of every later use of the device.
+//!
 //! [`Reduction::Tree`] reduces without NCCL: each rank receives its part of all others, reduces these in the balanced
 //! tree by the kernel that ranks in threads use, and sends the result to all. That has the bits of ranks in threads,
 //! for the same number of bytes on each link as a ring.
 
+use super::communicators::{Communicators, backend};
 use super::exchange::{Queue, places, round, text};
 use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
-use crate::driver::{DriverError, Event, Exchange, Message, Nccl, NcclComm, Stream, UniqueId};
+use crate::driver::{Event, Exchange, Message, NcclComm, Stream, UniqueId};
 use meshwork_core::comm::{Call, CommError, Membership, Op, OpKind, Pending, PendingOp, ReductionOrder};
 use meshwork_core::{Communicator, Group};
 use std::any::Any;
 use std::result::Result as Outcome;
-use std::sync::{Arc, MutexGuard, OnceLock};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
 
 /// How elements on devices of several processes are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -48,7 +52,7 @@ const MOST_LINKED: usize = 16;
 
 impl CudaDevice {
     /// A communicator of the ranks of `control`, whose collectives on the memory of this device go through NCCL.
-    /// Collective over `control`, which carries everything else.
+    /// Collective over `control`, which carries everything else, and finds processes that are missing.
     ///
     /// # Errors
     /// A device without NCCL, two ranks on one device, or an error of `control`.
@@ -57,8 +61,7 @@ impl CudaDevice {
         control: Arc<dyn Communicator>,
         reduction: Reduction,
     ) -> Outcome<Arc<dyn Communicator>, CommError> {
-        let ends = Mutex::default();
-        let shared = Arc::new(Shared { pool: self.pool.clone(), reduction, ends });
+        let shared = Communicators::new(control.clone(), self.pool.clone())?;
         let new = || shared.nccl()?.unique_id();
         // Rank 0 sends the reason if it has no id, so that no rank waits for one.
         let told = if control.rank() > 0 { Ok(UniqueId([0; UniqueId::BYTES])) } else { new() };
@@ -71,79 +74,12 @@ impl CudaDevice {
         let id = <[u8; UniqueId::BYTES]>::try_from(&message[..]);
         let id = id.map_err(|_| failed(String::from_utf8_lossy(&message).into_owned()))?;
         let joined = shared.nccl().and_then(|nccl| nccl.join(&UniqueId(id), control.rank(), control.size()));
-        let comm = joined.map_err(|fault| failed(fault.to_string()))?;
-        Ok(Arc::new(NcclGroup::new(control, shared, comm)?))
+        let comm = joined.map_err(|fault| shared.explained(&*control, OpKind::Broadcast, fault))?;
+        // Of its own, so that the numbers of its operations begin at 0.
+        let control = control.split(control.name(), &(0..control.size()).collect::<Vec<_>>())?;
+        Ok(Arc::new(NcclGroup::new(control, shared, comm, reduction)?))
     }
 }
-
-/// The communicators of one rank.
-#[derive(Debug)]
-struct Shared {
-    pool: Arc<Pool>,
-    reduction: Reduction,
-    ends: Mutex<Ends>,
-}
-
-#[derive(Debug, Default)]
-struct Ends {
-    comms: Vec<NcclComm>,
-    /// The meetings of operations whose handles were dropped.
-    detached: Vec<Pending>,
-}
-
-impl Shared {
-    fn nccl(&self) -> Outcome<&dyn Nccl, DriverError> {
-        self.pool.driver.nccl()
-    }
-
-    fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn keep(&self, comm: NcclComm) -> NcclComm {
-        self.ends().comms.push(comm);
-        comm
-    }
-
-    /// Ends all communicators at once: operations in flight would wait for ranks that do not come.
-    fn abort(&self) {
-        let mut ends = self.ends();
-        if let Ok(nccl) = self.nccl() {
-            ends.comms.drain(..).for_each(|comm| _ = nccl.abort(comm));
-        }
-    }
-}
-
-impl Drop for Shared {
-    /// Where operations are in flight whose handles were dropped, a thread waits until the others have come to them, or
-    /// until they have stopped.
-    fn drop(&mut self) {
-        if thread::panicking() {
-            return self.abort();
-        }
-        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let (detached, comms) = (std::mem::take(&mut ends.detached), std::mem::take(&mut ends.comms));
-        let pool = self.pool.clone();
-        let end = move || {
-            let begun = Instant::now();
-            while detached.iter().any(|met| !met.is_done()) && begun.elapsed() < PATIENCE {
-                thread::sleep(Duration::from_millis(1));
-            }
-            let met = |met: Pending| met.is_done() && met.wait().is_ok();
-            let all_met = detached.into_iter().all(met);
-            let Ok(nccl) = pool.driver.nccl() else { return };
-            // Parts before the communicator that they were split off.
-            for comm in comms.into_iter().rev() {
-                _ = if all_met { nccl.leave(comm) } else { nccl.abort(comm) };
-            }
-        };
-        // Without a thread the communicators stay until the process ends.
-        _ = thread::Builder::new().name("nccl ends".to_owned()).spawn(end);
-    }
-}
-
-/// How long a rank that ended keeps its communicators for operations that others have not come to.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The communicator of messages to one rank, or from it, and its stream once it is used.
 #[derive(Debug)]
@@ -156,22 +92,23 @@ struct Link {
 #[derive(Debug)]
 struct NcclGroup {
     control: Arc<dyn Communicator>,
-    shared: Arc<Shared>,
+    shared: Arc<Communicators>,
     comm: NcclComm,
+    reduction: Reduction,
     /// To and from each other rank; none in a group that is too large for it.
     links: Vec<Option<[Link; 2]>>,
 }
 
-fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
-    let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
-    CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
-}
-
 impl NcclGroup {
-    fn new(control: Arc<dyn Communicator>, shared: Arc<Shared>, comm: NcclComm) -> Outcome<Self, CommError> {
+    fn new(
+        control: Arc<dyn Communicator>,
+        shared: Arc<Communicators>,
+        comm: NcclComm,
+        reduction: Reduction,
+    ) -> Outcome<Self, CommError> {
         shared.keep(comm);
         let (rank, n) = (control.rank(), control.size());
-        let failed = |fault: DriverError| backend(&*control, OpKind::Send, fault.to_string());
+        let failed = |fault| shared.explained(&*control, OpKind::Send, fault);
         let mut links: Vec<Option<[Link; 2]>> = (0..n).map(|_| None).collect();
         if (2..=MOST_LINKED).contains(&n) {
             let nccl = shared.nccl().map_err(failed)?;
@@ -188,7 +125,7 @@ impl NcclGroup {
                 }
             }
         }
-        Ok(Self { control, shared, comm, links })
+        Ok(Self { control, shared, comm, reduction, links })
     }
 
     /// The address of a buffer of this device; null if there is none.
@@ -226,7 +163,6 @@ impl NcclGroup {
     /// Queues the elements of a call. The event after them, in their stream.
     fn queue(&self, call: &Call) -> Outcome<Event, String> {
         let Pool { driver, compute, .. } = &*self.shared.pool;
-        self.shared.pool.sound().map_err(text)?;
         let (comm, stream, peer) = self.way(&call.op)?;
         let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
         let from = if call.input.is_some() { input } else { to };
@@ -234,7 +170,7 @@ impl NcclGroup {
         let queue = Queue { pool: &self.shared.pool, rank: self.rank(), size: self.size(), comm, stream };
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
-        match (&call.op, self.shared.reduction) {
+        match (&call.op, self.reduction) {
             (&Op::AllReduce(reduce), Reduction::Library) => {
                 let count = bytes / dtype.size();
                 queue.exchange(Exchange::AllReduce { from, to, count, dtype, reduce })
@@ -266,24 +202,6 @@ impl NcclGroup {
         }?;
         driver.record(stream).map_err(text)
     }
-
-    /// The call without elements, by which the ranks meet on the host.
-    fn meeting(&self, call: &Call) -> Call {
-        let none = |buffer: &Option<Buffer>| buffer.as_ref().map(|buffer| Buffer::zeros(buffer.dtype(), 0));
-        let zeros = || vec![0; self.control.size()];
-        // Sender and receiver compare the length with the rest.
-        let signed = |signature: u64| {
-            let length = call.input.as_ref().or(call.output.as_ref()).map_or(0, Buffer::bytes);
-            signature ^ (length as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-        };
-        let op = match call.op.clone() {
-            Op::AllToAll { .. } => Op::AllToAll { send_counts: zeros(), recv_counts: zeros() },
-            Op::Send { to, signature } => Op::Send { to, signature: signed(signature) },
-            Op::Recv { from, signature } => Op::Recv { from, signature: signed(signature) },
-            op => op,
-        };
-        Call { op, input: none(&call.input), output: none(&call.output), caller: call.caller.clone() }
-    }
 }
 
 impl Communicator for NcclGroup {
@@ -307,15 +225,25 @@ impl Communicator for NcclGroup {
         if [&call.input, &call.output].into_iter().flatten().all(Buffer::is_host) {
             return self.control.start(call);
         }
+        let kind = call.op.kind();
+        let explained = |fault| self.shared.explained(&*self.control, kind, fault);
+        self.shared.pool.sound().map_err(explained)?;
         let done = self.queue(&call).map_err(|message| {
-            self.shared.abort();
-            backend(&*self.control, call.op.kind(), message)
+            // A fault of the world that was found meanwhile is its reason.
+            let found = self.shared.pool.sound().err();
+            found.map(explained).unwrap_or_else(|| {
+                self.shared.abort();
+                backend(&*self.control, kind, message)
+            })
         })?;
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
         let met = match self.size() {
             1 => None,
-            _ => Some(self.control.start(self.meeting(&call)).inspect_err(|_| self.shared.abort())?),
+            _ => Some(self.control.meet(&call).inspect_err(|_| self.shared.abort())?),
         };
+        if let Some(site) = met.as_ref().and_then(Pending::site) {
+            self.shared.began(site);
+        }
         let sends = call.op.kind() == OpKind::Send;
         let Call { input, output, .. } = call;
         let (result, read) = if sends { (input, None) } else { (output, input) };
@@ -326,10 +254,11 @@ impl Communicator for NcclGroup {
     fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
         let part = self.control.split(name, members)?;
         let nccl = self.shared.nccl();
-        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank())).map_err(text);
-        let comm = new.and_then(|comm| comm.ok_or("NCCL made no communicator of the part".to_owned()));
-        let comm = comm.map_err(|why| backend(&*part, OpKind::Barrier, why))?;
-        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm)?))
+        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
+        let new = new.map_err(|fault| self.shared.explained(&*part, OpKind::Barrier, fault))?;
+        let none = || backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned());
+        let comm = new.ok_or_else(none)?;
+        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm, self.reduction)?))
     }
 
     fn membership(&self) -> &dyn Membership {
@@ -338,7 +267,7 @@ impl Communicator for NcclGroup {
 
     /// NCCL promises none. The tree has the order of ranks in threads, if the control group has.
     fn reduction_order(&self) -> ReductionOrder {
-        match self.shared.reduction {
+        match self.reduction {
             Reduction::Library => ReductionOrder::Unspecified,
             Reduction::Tree => self.control.reduction_order(),
         }
@@ -347,7 +276,7 @@ impl Communicator for NcclGroup {
 
 /// An operation in flight.
 struct Flight {
-    shared: Arc<Shared>,
+    shared: Arc<Communicators>,
     wait: Option<Waits>,
 }
 
@@ -391,9 +320,7 @@ impl Drop for Flight {
     fn drop(&mut self) {
         if let Some(Waits { met, done, result, _read }) = self.wait.take() {
             self.resume(done);
-            let detached = &mut self.shared.ends().detached;
-            detached.retain(|met| !met.is_done());
-            detached.extend(met);
+            self.shared.detach(met);
             drop((result, _read));
         }
     }

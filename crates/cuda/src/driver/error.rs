@@ -1,7 +1,10 @@
 //! Errors of a driver, which say what of a kernel, a place or a call does not fit.
 
+use meshwork_core::comm::{Fault, Site};
+use std::sync::Arc;
+
 /// The error of a call, or of work that was queued earlier.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum DriverError {
@@ -53,6 +56,12 @@ pub enum DriverError {
     /// A function of a library that failed.
     #[error("{call}: {why}")]
     Call { call: &'static str, why: String },
+    /// A communicator that has met an error, mostly because another process of it is gone.
+    #[error("{call}: {why}")]
+    Comm { call: &'static str, why: String },
+    /// Collectives that were ended, because the world of their ranks has stopped.
+    #[error("{}", fault.describe(site))]
+    Stopped { site: Site, fault: Arc<Fault> },
     /// A write beyond an allocation.
     #[error("{call} wrote beyond the {bytes} bytes at {at:#x}")]
     Beyond { call: &'static str, at: u64, bytes: usize },

@@ -7,17 +7,20 @@
 mod address;
 mod error;
 mod nccl;
+mod watch;
 mod work;
 
 pub use address::Address;
 pub use error::{DriverError, Result};
 pub use nccl::{Exchange, Message, Nccl, NcclComm, UniqueId};
+pub use watch::{Watch, Watched};
 pub use work::{Argument, BIAS_ALIGNED, Known, Operand, Product, Work, check_arguments};
 
 use meshwork_kernels::{Kernel, Launch};
 use meshwork_tensor::Launches;
 use std::any::Any;
 use std::fmt::Debug;
+use std::sync::Weak;
 
 /// A queue of work of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -146,6 +149,12 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// A device without them, with the reason.
     fn nccl(&self) -> Result<&dyn Nccl> {
         Err(DriverError::Call { call: "nccl", why: format!("{} has no communicators", self.name()) })
+    }
+
+    /// From now on hosts that wait for work of this device do so by `watch`, as long as it lives: ranks in other
+    /// processes take part in that work. A device without communicators has no such work.
+    fn watch(&self, watch: Weak<dyn Watch>) {
+        _ = watch;
     }
 
     /// Statistics of how the work of some streams was queued, if repeated work is queued as [graphs](crate::replay).

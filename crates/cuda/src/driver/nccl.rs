@@ -120,6 +120,13 @@ pub trait Nccl {
     /// Ends a communicator once its queued work is done.
     fn leave(&self, of: NcclComm) -> Result<()>;
 
-    /// Ends a communicator at once, on all ranks: its queued work is over, with unspecified results.
+    /// Ends a communicator at once: its queued work is over, with unspecified results. Others wait for this rank until
+    /// they abort it too.
     fn abort(&self, of: NcclComm) -> Result<()>;
+
+    /// Whether a communicator is well: its queued work may have met an error, after which it never ends.
+    ///
+    /// # Errors
+    /// [`DriverError::Comm`](super::DriverError::Comm), as `ncclCommGetAsyncError` tells it.
+    fn health(&self, of: NcclComm) -> Result<()>;
 }

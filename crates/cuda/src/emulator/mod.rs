@@ -21,14 +21,14 @@ mod work;
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Nccl, NcclComm, Priority, Properties, Reach, Remote, Result,
-    Stream, UniqueId, Work,
+    Stream, UniqueId, Watch, Watched, Work,
 };
 use memory::HOST;
 use meshwork_kernels::Launch;
 use processes::Between;
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use work::{Queued, State};
 
 pub use meshwork_kernels::host::{Host, HostError};
@@ -41,6 +41,7 @@ pub struct Emulator {
     machine: Arc<Machine>,
     /// The communicators of NCCL, where their ranks are in several processes.
     between: Option<Arc<Between>>,
+    watched: Arc<Watched>,
 }
 
 /// The state that the devices of a machine share.
@@ -81,6 +82,7 @@ impl Emulator {
             properties: Properties { name, ordinal, memory, shared, granule: 1, architecture },
             machine,
             between: None,
+            watched: Arc::default(),
         }
     }
 
@@ -169,17 +171,23 @@ impl Emulator {
     ) -> Result<MutexGuard<'_, State>> {
         let mut state = self.call(name);
         state.host_waits += 1;
-        loop {
+        let look = |state: &mut State| {
             let before = state.ran;
-            let is_done = done(&mut state);
+            let is_done = done(state);
             if state.ran > before {
                 self.machine.queued.notify_all(); // maybe what another host waits for
             }
-            if is_done? {
-                return Ok(state);
-            }
+            is_done
+        };
+        if let Some(watch) = self.watched.get() {
+            drop(state);
+            watch.attend(&mut || look(&mut self.lock()))?;
+            return Ok(self.lock());
+        }
+        while !look(&mut state)? {
             state = self.machine.queued.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        Ok(state)
     }
 
     /// Queues something by a call, and tells hosts that wait.
@@ -298,6 +306,10 @@ impl Driver for Emulator {
         Ok(self.between.as_deref().map_or(self as &dyn Nccl, |between| between))
     }
 
+    fn watch(&self, watch: Weak<dyn Watch>) {
+        self.watched.set(watch);
+    }
+
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
         let graph = {
             let mut graphs = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -346,5 +358,9 @@ impl Nccl for Emulator {
         let aborted = self.lock().comms.abort(of);
         self.machine.queued.notify_all();
         aborted
+    }
+
+    fn health(&self, _: NcclComm) -> Result<()> {
+        Ok(()) // ranks of one process end together
     }
 }

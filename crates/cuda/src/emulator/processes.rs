@@ -119,7 +119,7 @@ impl Processes {
             let read = sources(exchange, end.rank, end.size).into_iter();
             let read = read.map(|(at, bytes)| Ok(memory.read(end.device, at, bytes, call)?.to_vec()));
             let part = Part { exchange: exchange.clone(), read: read.collect::<Result<_>>()? };
-            self.send(call, end, end.exchanges, packed(call, &part)?)?;
+            self.send(end, end.exchanges, packed(call, &part)?);
             if let Some(end) = self.end_mut(on) {
                 end.flying = Some(end.exchanges);
                 end.exchanges += 1;
@@ -137,12 +137,23 @@ impl Processes {
         Ok(true)
     }
 
-    fn send(&self, call: &'static str, end: &End, number: u64, bytes: Vec<u8>) -> Result<()> {
+    /// Sends something to all members of a communicator. If the hub has gone, nothing comes back.
+    fn send(&mut self, end: &End, number: u64, bytes: Vec<u8>) {
         let (comm, number, rank) = end.key(number);
         let sent = self.hubs.get(&end.hub).map(|hub| hub.send(([comm, number, rank, end.size as u64], bytes)));
-        match sent {
-            Some(Ok(())) => Ok(()),
-            _ => Err(failed(call, "ncclRemoteError: the process that made the unique id has gone")),
+        if !matches!(sent, Some(Ok(()))) {
+            self.lost.insert(end.hub);
+        }
+    }
+
+    /// Whether the processes of a communicator are there.
+    fn health(&self, call: &'static str, end: &End) -> Result<()> {
+        match self.lost.contains(&end.hub) {
+            true => Err(DriverError::Comm {
+                call,
+                why: "ncclRemoteError: a process of the communicator has gone".to_owned(),
+            }),
+            false => Ok(()),
         }
     }
 }
@@ -160,13 +171,11 @@ pub(super) struct Between(pub(super) Emulator);
 impl Between {
     /// Sends something to all members of a communicator, and waits for theirs.
     fn gather(&self, call: &'static str, end: &End, number: u64, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        self.0.lock().processes.send(call, end, number, bytes)?;
+        self.0.lock().processes.send(end, number, bytes);
         let key = end.key(number);
         let mut state = self.0.wait_until(call, |state| match state.processes.heard.contains_key(&key) {
-            false if state.processes.lost.contains(&end.hub) => {
-                Err(failed(call, "ncclRemoteError: a process of the communicator has gone"))
-            }
-            is_here => Ok(is_here),
+            true => Ok(true),
+            false => state.processes.health(call, end).map(|()| false),
         })?;
         Ok(state.processes.heard.remove(&key).unwrap_or_default())
     }
@@ -176,7 +185,7 @@ impl Between {
         if self.0.lock().processes.hubs.contains_key(&port) {
             return Ok(());
         }
-        let fail = |error: io::Error| failed(call, format!("ncclSystemError: {error}"));
+        let fail = |error: io::Error| DriverError::Comm { call, why: format!("ncclSystemError: {error}") };
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).map_err(fail)?;
         stream.set_nodelay(true).map_err(fail)?;
         let (mut from, mut to) = (stream.try_clone().map_err(fail)?, stream);
@@ -276,6 +285,11 @@ impl Nccl for Between {
         drop(state);
         self.0.machine.queued.notify_all();
         Ok(())
+    }
+
+    fn health(&self, of: NcclComm) -> Result<()> {
+        let (call, state) = ("ncclCommGetAsyncError", self.0.lock());
+        state.processes.end(call, of).and_then(|end| state.processes.health(call, &end))
     }
 }
 

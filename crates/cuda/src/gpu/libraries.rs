@@ -14,7 +14,7 @@ const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 const OLDEST: i32 = 12_000;
 
 /// A GPU that cannot be used.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum GpuError {

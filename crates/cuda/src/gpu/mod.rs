@@ -19,7 +19,7 @@ mod staging;
 use crate::device::Products;
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Nccl, Priority, Product, Properties, Reach, Remote, Result,
-    Stream, Work,
+    Stream, Watch, Work,
 };
 use compile::Compiler;
 use cudarc::driver::result::{
@@ -31,7 +31,7 @@ use cudarc::driver::result::{
 };
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction,
-    CUfunction_attribute_enum, CUmodule, CUresult, CUstream,
+    CUfunction_attribute_enum, CUmodule, CUresult, CUstream, cuStreamQuery,
 };
 use libraries::{Found, attribute, failed, is_of_work, meaning};
 use meshwork_kernels::{KERNELS, Kernel, Launch, SOURCES, Source};
@@ -41,7 +41,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
@@ -254,9 +254,30 @@ impl Gpu {
         if !self.blocking {
             return Ok(());
         }
+        let culprit = |code| DriverError::Culprit { work: work.to_string(), why: meaning(code) };
+        if self.comms.watched.get().is_some() {
+            return self.comms.until(|| is_idle(queue).map_err(culprit));
+        }
         // SAFETY: the stream exists until the GPU is dropped.
-        let over = unsafe { cuda::stream::synchronize(queue) };
-        over.map_err(|code| DriverError::Culprit { work: work.to_string(), why: meaning(code) })
+        unsafe { cuda::stream::synchronize(queue) }.map_err(culprit)
+    }
+
+    /// Makes the host wait for an event. The context must be current.
+    fn until(&self, event: CUevent) -> Result<()> {
+        if self.comms.watched.get().is_none() {
+            // SAFETY: it exists until the GPU is dropped.
+            return unsafe { event::synchronize(event) }.map_err(failed("cuEventSynchronize"));
+        }
+        // SAFETY: as above.
+        self.comms.until(|| answer(unsafe { event::query(event) }).map_err(failed("cuEventQuery")))
+    }
+
+    /// Makes the host wait for all work. The context must be current.
+    fn drain(&self, state: &State) -> Result<()> {
+        if self.comms.watched.get().is_some() {
+            state.queues.iter().try_for_each(|queue| self.comms.until(|| idle(queue.stream)))?;
+        }
+        ctx::synchronize().map_err(failed("cuCtxSynchronize"))
     }
 
     /// Launches a kernel, whose arguments have been checked.
@@ -345,6 +366,25 @@ impl Gpu {
     }
 }
 
+/// Whether something is over, by the driver's answer.
+fn answer(query: std::result::Result<(), Code>) -> std::result::Result<bool, Code> {
+    match query {
+        Ok(()) => Ok(true),
+        Err(Code(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+        Err(other) => Err(other),
+    }
+}
+
+/// Whether a stream has done its work. Its context must be current.
+fn is_idle(queue: CUstream) -> std::result::Result<bool, Code> {
+    // SAFETY: the caller has made the stream, and not destroyed it.
+    answer(unsafe { cuStreamQuery(queue) }.result())
+}
+
+fn idle(queue: CUstream) -> Result<bool> {
+    is_idle(queue).map_err(failed("cuStreamQuery"))
+}
+
 /// Memory of the current context, which the caller frees.
 fn allocate(bytes: usize) -> Result<CUdeviceptr> {
     // SAFETY: as the seam states, the caller must not read it before it is written.
@@ -405,8 +445,7 @@ impl Driver for Gpu {
 
     fn free_all(&self, all: &[Address]) -> Result<()> {
         let _captures = graph::without_captures();
-        let _state = self.state()?;
-        ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
+        self.drain(&*self.state()?)?;
         // SAFETY: `alloc` returned them, as the driver checks, and no queued work uses them any more.
         all.iter().try_for_each(|at| unsafe { free_sync(at.0) }.map_err(failed("cuMemFree")))
     }
@@ -418,8 +457,7 @@ impl Driver for Gpu {
 
     fn free_host(&self, at: Address) -> Result<()> {
         let _captures = graph::without_captures();
-        let _state = self.state()?;
-        ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
+        self.drain(&*self.state()?)?;
         staging::free(at)
     }
 
@@ -492,14 +530,14 @@ impl Driver for Gpu {
 
     fn finish(&self, event: Event) -> Result<()> {
         let event = self.state()?.event("finish", event)?;
-        // SAFETY: it exists until the GPU is dropped. Not under the lock, so that other threads continue.
-        unsafe { event::synchronize(event) }.map_err(failed("cuEventSynchronize"))
+        self.until(event) // not under the lock, so that other threads continue
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
         let (mut state, queue) = self.queue_of("write", stream)?;
         for (part, bytes) in bytes.chunks(SLOT).enumerate() {
             let mut slot = state.staging.take()?;
+            self.until(slot.done)?;
             let staged = slot.bytes(bytes.len());
             staged.copy_from_slice(bytes);
             // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller guarantees the
@@ -518,13 +556,14 @@ impl Driver for Gpu {
         for (part, into) in into.chunks_mut(SLOT).enumerate() {
             let (mut state, queue) = self.queue_of("read", stream)?;
             let mut slot = state.staging.take()?;
+            self.until(slot.done)?;
             // SAFETY: the slot belongs to this call until the copy is done; the caller guarantees the source.
             let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.offset(part * SLOT).0, queue) };
             queued.map_err(failed("cuMemcpyDtoHAsync"))?;
             // SAFETY: both exist until the GPU is dropped.
             unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
             drop(state); // other threads continue while this one waits
-            slot.finish()?;
+            self.until(slot.done)?;
             into.copy_from_slice(slot.bytes(into.len()));
             self.state()?.staging.give_back(slot);
         }
@@ -533,6 +572,10 @@ impl Driver for Gpu {
 
     fn nccl(&self) -> Result<&dyn Nccl> {
         self.comms.find().map(|()| self as &dyn Nccl)
+    }
+
+    fn watch(&self, watch: Weak<dyn Watch>) {
+        self.comms.watched.set(watch);
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {

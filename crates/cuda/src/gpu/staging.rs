@@ -64,24 +64,19 @@ impl Slot {
     /// Its first `count` bytes, at most [`SLOT`].
     pub(super) fn bytes(&mut self, count: usize) -> &mut [u8] {
         assert!(count <= SLOT);
-        // SAFETY: within the allocation, which was zeroed; the slot has a single owner, and no copy is in flight.
+        // SAFETY: within the allocation, which was zeroed; the slot has a single owner, who has waited for its last
+        // copy.
         unsafe { std::slice::from_raw_parts_mut(self.at, count) }
-    }
-
-    /// Waits until no copy uses it.
-    pub(super) fn finish(&self) -> Result<()> {
-        // SAFETY: the event lives as long as the slot.
-        unsafe { event::synchronize(self.done) }.map_err(failed("cuEventSynchronize"))
     }
 }
 
 impl Staging {
-    /// A slot that no copy uses. The context must be current.
+    /// A slot, whose last copy may be in flight until its event. The context must be current.
     pub(super) fn take(&mut self) -> Result<Slot> {
         // SAFETY: the event lives as long as the slot.
         let idle = |slot: &Slot| unsafe { event::query(slot.done) }.is_ok();
         if let Some(slot) = self.slots.pop_front_if(|slot| self.made >= SLOTS || idle(slot)) {
-            return slot.finish().map(|()| slot);
+            return Ok(slot);
         }
         let done = event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
         let at = allocate(SLOT)?;

@@ -1,6 +1,6 @@
 //! Communicators of NCCL, call by call.
 
-use meshwork_cuda::driver::{Address, Driver, DriverError, Exchange, Message, NcclComm, Stream, UniqueId, Work};
+use meshwork_cuda::driver::{Address, Driver, DriverError, Exchange, Message, NcclComm, Stream, UniqueId, Watch, Work};
 use meshwork_cuda::{Gpu, Order};
 use std::sync::Arc;
 use std::thread;
@@ -107,4 +107,60 @@ fn an_abort_ends_work_that_waits_for_another_rank() {
             scope.spawn(move || join(rank, driver));
         }
     });
+}
+
+/// Waits for a moment, and then ends a communicator.
+#[derive(Debug)]
+struct Hasty {
+    driver: Arc<dyn Driver>,
+    comm: NcclComm,
+}
+
+impl Watch for Hasty {
+    fn attend(&self, done: &mut dyn FnMut() -> Result<bool, DriverError>) -> Result<(), DriverError> {
+        for _ in 0..100 {
+            if done()? {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.driver.nccl()?.abort(self.comm)?;
+        Err(DriverError::Comm { call: "attend", why: "nobody comes".to_owned() })
+    }
+}
+
+/// All waits of a host go by its watch, also those of NCCL's own calls.
+#[test]
+fn a_watch_ends_a_wait_for_a_rank_that_does_not_come() {
+    let Some(drivers) = crate::apart(Order::Seeded(0), 2) else { return };
+    let id = match drivers[0].nccl().and_then(|nccl| nccl.unique_id()) {
+        Ok(id) => id,
+        Err(error) => return eprintln!("SKIPPED: {error}"),
+    };
+    let comms: Vec<NcclComm> = thread::scope(|scope| {
+        let join = |(rank, driver): (usize, &Arc<dyn Driver>)| {
+            let (driver, id) = (driver.clone(), id);
+            scope.spawn(move || driver.nccl().unwrap().join(&id, rank, 2).unwrap())
+        };
+        drivers.iter().enumerate().map(join).collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let (driver, comm) = (drivers[0].clone(), comms[0]);
+    let nccl = driver.nccl().unwrap();
+    nccl.health(comm).unwrap();
+    let watch: Arc<dyn Watch> = Arc::new(Hasty { driver: driver.clone(), comm });
+    driver.watch(Arc::downgrade(&watch));
+    let stream = driver.stream().unwrap();
+    let at = bytes(&*driver, stream, &[7; 4]);
+    assert_eq!(read(&*driver, stream, at, 4), [7; 4], "what waits for nobody is done as before");
+    let told = |error: DriverError| assert_eq!(error.to_string(), "attend: nobody comes");
+    let alone = Exchange::Broadcast { at, bytes: 4, root: 0 };
+    driver.queue(stream, Work::Exchange { on: comm, exchange: alone }).unwrap();
+    told(driver.finish(driver.record(stream).unwrap()).unwrap_err());
+    let gone = nccl.health(comm).unwrap_err();
+    assert!(matches!(gone, DriverError::Unknown { .. }), "{gone}");
+    assert_eq!(read(&*driver, stream, at, 4), [7; 4]);
+    driver.free(at).unwrap();
+    // A communicator of which the other rank is never made.
+    told(nccl.join(&nccl.unique_id().unwrap(), 0, 2).unwrap_err());
+    drivers[1].nccl().unwrap().abort(comms[1]).unwrap();
 }

@@ -332,6 +332,15 @@ C cuStreamSynchronize(void *stream) {
     if (!streams.count(of) || of->of != current) return INVALID_HANDLE;
     return of->captured ? end_capture(of, STREAM_CAPTURE_UNSUPPORTED) : run();
 }
+C cuStreamQuery(void *stream) {
+    CONTEXT;
+    SAFE;
+    auto of = (Stream *)stream;
+    if (!streams.count(of) || of->of != current) return INVALID_HANDLE;
+    step();
+    for (auto &work : queue) if (work.stream == of) return NOT_READY;
+    return fault;
+}
 C cuStreamWaitEvent(void *stream, void *event, unsigned) {
     CONTEXT;
     // An event of any GPU. None is recorded in a stream that is captured.
@@ -363,6 +372,7 @@ C cuEventQuery(void *event) {
     SAFE;
     if (!events.count((Event *)event)) return INVALID_HANDLE;
     auto of = (Event *)event;
+    step(); // a GPU works while the host asks
     return of->done < of->recorded ? NOT_READY : fault;
 }
 C cuEventSynchronize(void *event) {

@@ -12,6 +12,7 @@ mod nccl_refusals;
 mod offload;
 mod ops;
 mod overlap;
+mod processes;
 mod replay;
 mod train;
 mod waits;

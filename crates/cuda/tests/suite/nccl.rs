@@ -8,7 +8,7 @@ use meshwork_core::comm::{Call, Decorator, FaultKind, OpKind, Pending, PendingOp
 use meshwork_core::{Buffer, CommError, Communicator, DType, Group, ReduceOp, ReductionOrder, RunError, World};
 use meshwork_cuda::device::{Products, Reduction};
 use meshwork_cuda::{CudaDevice, Driver, Order, Replaying};
-use meshwork_tensor::Device;
+use meshwork_tensor::{Device, Error};
 use meshwork_testkit::comm::{Body, Worlds, conformance_of};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,9 +48,9 @@ fn the_tree_has_the_bits_of_threads() {
 
 /// A group whose operations on host memory are done on a device.
 #[derive(Debug)]
-struct OnDevice {
-    inner: Arc<dyn Communicator>,
-    device: Arc<CudaDevice>,
+pub struct OnDevice {
+    pub inner: Arc<dyn Communicator>,
+    pub device: Arc<CudaDevice>,
 }
 
 /// An operation whose result comes back to the host; a sent buffer does not.
@@ -83,7 +83,10 @@ impl Decorator for OnDevice {
 impl PendingOp for Fetched {
     fn wait(self: Box<Self>) -> Result<Buffer, CommError> {
         let done = self.inner.wait()?;
-        Ok(self.sent.unwrap_or_else(|| self.device.download(&done).unwrap()))
+        match self.sent.map_or_else(|| self.device.download(&done), Ok) {
+            Err(Error::Comm(fault)) => Err(*fault),
+            done => Ok(done.unwrap()),
+        }
     }
 
     fn is_done(&self) -> bool {

@@ -4,7 +4,7 @@
 //! wheels, containers and packages without headers; which panics where a function is missing; and which has the
 //! configuration of one version of NCCL.
 
-use crate::driver::UniqueId;
+use crate::driver::{DriverError, UniqueId};
 use crate::gpu::GpuError;
 use libloading::Library as Loaded;
 use std::env;
@@ -76,6 +76,10 @@ impl Config {
 /// The code of success, and of a call that goes on in the background.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
+
+/// Codes of a connection, or of another process.
+const SYSTEM_ERROR: c_int = 2;
+const REMOTE_ERROR: c_int = 6;
 
 /// Codes by their numbers.
 const CODES: [&str; 9] = [
@@ -188,8 +192,17 @@ impl Library {
         Ok(Self { functions, name, version })
     }
 
+    /// The error of a call.
+    pub(super) fn fault(&self, call: &'static str, code: c_int) -> DriverError {
+        let why = self.meaning(code);
+        match code {
+            SYSTEM_ERROR | REMOTE_ERROR => DriverError::Comm { call, why },
+            _ => DriverError::Call { call, why },
+        }
+    }
+
     /// What a code means, and what the library says of its last error.
-    pub(super) fn meaning(&self, code: c_int) -> String {
+    fn meaning(&self, code: c_int) -> String {
         // SAFETY: the library returns a text of its own, which stays, for every number.
         let text = unsafe { text_of((self.functions.error_string)(code)) };
         // SAFETY: as above; it takes no communicator, and returns the last error of this thread.
@@ -237,4 +250,107 @@ fn packages() -> impl Iterator<Item = PathBuf> {
         found.sort();
         found
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Write;
+    use std::mem::offset_of;
+    use std::process::Command;
+
+    /// The folder of packages of `target/peer-venv`, where PyTorch brings NVIDIA's NCCL. `None`, and a line that says
+    /// so, if it is not there.
+    fn packages_of_pytorch() -> Option<PathBuf> {
+        let folders = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/peer-venv/lib"));
+        let mut packages = folders.into_iter().flatten().flatten().map(|python| python.path().join("site-packages"));
+        let found = packages.find(|packages| packages.join(WHEEL).exists());
+        if found.is_none() {
+            eprintln!("left out: no target/peer-venv with {WHEEL}, which benches/peers installs");
+        }
+        found
+    }
+
+    /// It is NVIDIA's own, on a machine without a GPU.
+    #[test]
+    fn the_library_of_the_wheel_loads_and_names_communicators_without_a_gpu() {
+        let Some(packages) = packages_of_pytorch() else { return };
+        let place = packages.join(WHEEL);
+        // SAFETY: as in `find`.
+        let library = Library::of(&place, unsafe { Loaded::new(&place) }.unwrap()).unwrap();
+        assert!(library.version >= OLDEST, "{library:?}");
+        assert_eq!(format!("{library:?}"), format!("NCCL {} (libnccl.so.2)", shown(library.version)));
+        let mut ids = [Id([0; UniqueId::BYTES]); 2];
+        for id in &mut ids {
+            // SAFETY: writes an id.
+            assert_eq!(unsafe { (library.functions.unique_id)(id) }, SUCCESS);
+        }
+        assert_ne!(ids[0].0, ids[1].0);
+        let lost = library.fault("ncclSend", REMOTE_ERROR).to_string();
+        assert!(lost.starts_with("ncclSend: ncclRemoteError (remote process exited"), "{lost}");
+        assert!(matches!(library.fault("ncclSend", 5), DriverError::Call { .. }));
+    }
+
+    /// Functions, codes and the beginning of the configuration, as g++ reads them in `nccl.h` of the wheel.
+    #[test]
+    fn our_types_are_those_of_the_header() {
+        let Some(packages) = packages_of_pytorch() else { return };
+        let mut source = "#include <cstddef>\n#include <type_traits>\n#include <nccl.h>\n".to_owned();
+        for (field, offset) in offsets() {
+            writeln!(source, "static_assert(offsetof(ncclConfig_t, {field}) == {offset});").unwrap();
+        }
+        for (name, value) in
+            [("ncclSystemError", SYSTEM_ERROR), ("ncclRemoteError", REMOTE_ERROR), ("ncclInProgress", IN_PROGRESS)]
+        {
+            writeln!(source, "static_assert({name} == {value});").unwrap();
+        }
+        writeln!(source, "static_assert(NCCL_API_MAGIC == {}u);", Config::non_blocking().magic).unwrap();
+        writeln!(source, "static_assert(NCCL_UNIQUE_ID_BYTES == {});", UniqueId::BYTES).unwrap();
+        for (name, of) in [
+            ("ncclGetVersion", "int *"),
+            ("ncclGetUniqueId", "ncclUniqueId *"),
+            ("ncclCommInitRankConfig", "ncclComm_t *, int, ncclUniqueId, int, ncclConfig_t *"),
+            ("ncclCommSplit", "ncclComm_t, int, int, ncclComm_t *, ncclConfig_t *"),
+            ("ncclCommGetAsyncError", "ncclComm_t, ncclResult_t *"),
+            ("ncclCommAbort", "ncclComm_t"),
+            ("ncclAllReduce", "const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t"),
+            (
+                "ncclReduceScatter",
+                "const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t",
+            ),
+            ("ncclAllGather", "const void *, void *, size_t, ncclDataType_t, ncclComm_t, cudaStream_t"),
+            ("ncclBroadcast", "const void *, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t"),
+            ("ncclSend", "const void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t"),
+            ("ncclRecv", "void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t"),
+        ] {
+            writeln!(source, "static_assert(std::is_same_v<decltype({name}), ncclResult_t({of})>);").unwrap();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("types.cpp");
+        fs::write(&file, source).unwrap();
+        // All that it takes of CUDA's headers.
+        fs::write(folder.path().join("cuda_runtime.h"), "typedef struct CUstream_st *cudaStream_t;").unwrap();
+        fs::write(folder.path().join("cuda_fp16.h"), "").unwrap();
+        let mut compiler = Command::new("g++");
+        compiler.args(["-std=c++17", "-fsyntax-only", "-I"]).arg(packages.join("nvidia/nccl/include"));
+        match compiler.arg("-I").arg(folder.path()).arg(&file).output() {
+            Ok(told) => assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr)),
+            Err(error) => eprintln!("left out: no g++: {error}"),
+        }
+    }
+
+    /// The fields of the configuration by NVIDIA's names.
+    fn offsets() -> [(&'static str, usize); 9] {
+        [
+            ("size", offset_of!(Config, size)),
+            ("magic", offset_of!(Config, magic)),
+            ("version", offset_of!(Config, version)),
+            ("blocking", offset_of!(Config, blocking)),
+            ("cgaClusterSize", offset_of!(Config, cga_cluster_size)),
+            ("minCTAs", offset_of!(Config, min_ctas)),
+            ("maxCTAs", offset_of!(Config, max_ctas)),
+            ("netName", offset_of!(Config, net_name)),
+            ("splitShare", offset_of!(Config, split_share)),
+        ]
+    }
 }

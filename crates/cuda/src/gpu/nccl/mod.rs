@@ -1,8 +1,8 @@
 //! Communicators of NCCL between GPUs of several processes.
 //!
-//! All communicators are non-blocking: a call returns before it is done, and its communicator is asked until it is, or
-//! until ranks have been waited for too long ([`Gpu::patience`]). So a rank that does not come is an error and not a
-//! hang, and another thread can end a communicator meanwhile.
+//! All communicators are non-blocking: a call returns before it is done, and its communicator is asked until it is,
+//! until its [watch](crate::driver::Watch) gives up, or until ranks have been waited for too long ([`Gpu::patience`]).
+//! So a rank that does not come is an error and not a hang, and another thread can end a communicator meanwhile.
 //!
 //! The first use of a communicator for some kind of work connects the ranks, and waits for the other hosts. Two ranks
 //! of a communicator of two exchange a byte in both directions when it is made, so that a first message waits for no
@@ -11,8 +11,8 @@
 mod library;
 
 use super::libraries::failed;
-use super::{Gpu, GpuError};
-use crate::driver::{Address, DriverError, Exchange, Message, Nccl, NcclComm, Result, UniqueId};
+use super::{Gpu, GpuError, idle};
+use crate::driver::{Address, DriverError, Exchange, Message, Nccl, NcclComm, Result, UniqueId, Watched};
 use cudarc::driver::result::{
     free_sync, malloc_sync,
     stream::{self, StreamKind},
@@ -47,6 +47,7 @@ pub(super) struct Comms {
     library: OnceLock<Result<Library>>,
     pub(super) patience: Duration,
     ends: Mutex<Ends>,
+    pub(super) watched: Watched,
 }
 
 #[derive(Debug, Default)]
@@ -57,7 +58,7 @@ struct Ends {
 
 impl Default for Comms {
     fn default() -> Self {
-        Self { library: OnceLock::new(), patience: PATIENCE, ends: Mutex::default() }
+        Self { library: OnceLock::new(), patience: PATIENCE, ends: Mutex::default(), watched: Watched::default() }
     }
 }
 
@@ -85,7 +86,7 @@ impl Comms {
         let handle = *ends.handles.get(&on.0).ok_or_else(gone)?;
         match run(&library.functions, handle) {
             code @ (SUCCESS | IN_PROGRESS) => Ok(code),
-            code => Err(DriverError::Call { call, why: library.meaning(code) }),
+            code => Err(library.fault(call, code)),
         }
     }
 
@@ -100,20 +101,27 @@ impl Comms {
     /// Waits until a communicator has done what it was asked. It is ended if that fails.
     fn settle(&self, call: &'static str, on: NcclComm) -> Result<()> {
         let begun = Instant::now();
-        let failed = loop {
-            match self.state(call, on) {
-                Ok(SUCCESS) => return Ok(()),
-                Ok(_) if begun.elapsed() < self.patience => thread::sleep(PAUSE),
-                Ok(_) => {
-                    let seconds = self.patience.as_secs_f64();
-                    let why = format!("it has waited {seconds} s for other ranks, which did not come to the same call");
-                    break DriverError::Call { call, why };
-                }
-                Err(error) => break error,
+        let done = || match self.state(call, on)? {
+            SUCCESS => Ok(true),
+            _ if begun.elapsed() < self.patience => Ok(false),
+            _ => {
+                let seconds = self.patience.as_secs_f64();
+                let why = format!("it has waited {seconds} s for other ranks, which did not come to the same call");
+                Err(DriverError::Call { call, why })
             }
         };
-        self.end(on);
-        Err(failed)
+        self.until(done).inspect_err(|_| self.end(on))
+    }
+
+    /// Waits for other ranks until `done`, by the watch if there is one.
+    pub(super) fn until(&self, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
+        if let Some(watch) = self.watched.get() {
+            return watch.attend(&mut done);
+        }
+        while !done()? {
+            thread::sleep(PAUSE);
+        }
+        Ok(())
     }
 
     /// Whether a communicator is at work, or the error that it has met.
@@ -194,7 +202,7 @@ impl Comms {
         let exchanged = self.exchange(on, &both, queue);
         // SAFETY: both were made above, and their work is over or has failed.
         unsafe {
-            let over = stream::synchronize(queue).map_err(failed("cuStreamSynchronize"));
+            let over = self.until(|| idle(queue));
             let freed = free_sync(bytes).map_err(failed("cuMemFree"));
             let ended = stream::destroy(queue).map_err(failed("cuStreamDestroy"));
             exchanged.and(over).and(freed).and(ended)
@@ -258,7 +266,7 @@ impl Nccl for Gpu {
         // SAFETY: writes an id.
         match unsafe { (library.functions.unique_id)(&raw mut id) } {
             SUCCESS => Ok(UniqueId(id.0)),
-            code => Err(DriverError::Call { call: "ncclGetUniqueId", why: library.meaning(code) }),
+            code => Err(library.fault("ncclGetUniqueId", code)),
         }
     }
 
@@ -271,7 +279,7 @@ impl Nccl for Gpu {
         // SAFETY: the handle is written before this returns, and the configuration is read.
         let code = unsafe { (library.functions.init)(&raw mut handle, size as c_int, id, rank as c_int, config) };
         if ![SUCCESS, IN_PROGRESS].contains(&code) || handle.0.is_null() {
-            return Err(DriverError::Call { call, why: library.meaning(code) });
+            return Err(library.fault(call, code));
         }
         let made = self.comms.enter(handle);
         self.comms.settle(call, made)?;
@@ -312,7 +320,7 @@ impl Nccl for Gpu {
         // SAFETY: its work is over, and nobody finds it any more.
         match unsafe { (library.functions.destroy)(handle) } {
             SUCCESS | IN_PROGRESS => Ok(()),
-            code => Err(DriverError::Call { call: "ncclCommDestroy", why: library.meaning(code) }),
+            code => Err(library.fault("ncclCommDestroy", code)),
         }
     }
 
@@ -320,5 +328,9 @@ impl Nccl for Gpu {
         self.context.enter()?;
         self.comms.end(of);
         Ok(())
+    }
+
+    fn health(&self, of: NcclComm) -> Result<()> {
+        self.comms.state("ncclCommGetAsyncError", of).map(drop)
     }
 }

@@ -1,0 +1,174 @@
+//! The communicators of NCCL of one rank: who attends to their work, and how they end.
+
+use super::memory::Pool;
+use super::prelude::*;
+use crate::driver::{DriverError, Nccl, NcclComm, Watch};
+use meshwork_core::Communicator;
+use meshwork_core::comm::{Call, CommError, Op, OpKind, Pending, Site};
+use std::result::Result as Outcome;
+use std::sync::{Arc, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The communicators of one rank.
+#[derive(Debug)]
+pub(super) struct Communicators {
+    /// The control group of all ranks.
+    world: Arc<dyn Communicator>,
+    pub(super) pool: Arc<Pool>,
+    ends: Mutex<Ends>,
+    /// The place of the last operation on the device that began.
+    last: Mutex<Option<Site>>,
+}
+
+#[derive(Debug, Default)]
+struct Ends {
+    comms: Vec<NcclComm>,
+    /// The meetings of operations whose handles were dropped.
+    detached: Vec<Pending>,
+}
+
+impl Communicators {
+    /// None yet. The ranks of `world` meet here, and from now on attend there to their devices.
+    pub(super) fn new(world: Arc<dyn Communicator>, pool: Arc<Pool>) -> Outcome<Arc<Self>, CommError> {
+        let met = world.start(Call::new(Op::Barrier, None, None))?;
+        let (ends, last) = (Mutex::default(), Mutex::new(met.site().cloned()));
+        let (watches, driver) = (met.site().is_some(), pool.driver.clone());
+        let new = Arc::new(Self { world, pool, ends, last });
+        // Ranks of one process end together, and have no such place.
+        if watches {
+            let watch: Arc<dyn Watch> = new.clone();
+            driver.watch(Arc::downgrade(&watch));
+        }
+        met.wait()?;
+        Ok(new)
+    }
+
+    pub(super) fn nccl(&self) -> Outcome<&dyn Nccl, DriverError> {
+        self.pool.driver.nccl()
+    }
+
+    fn ends(&self) -> MutexGuard<'_, Ends> {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn keep(&self, comm: NcclComm) -> NcclComm {
+        self.ends().comms.push(comm);
+        comm
+    }
+
+    /// An operation on the device begins at this place.
+    pub(super) fn began(&self, site: &Site) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(site.clone());
+    }
+
+    /// Blocks until `done`, or until the control group says that the world has stopped.
+    fn attend(&self, done: &mut dyn FnMut() -> bool) -> Outcome<(), DriverError> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(site) = last else { return Ok(()) };
+        self.world.membership().attend(&site, done).map_err(|fault| {
+            let stopped = self.pool.keep(DriverError::Stopped { site, fault });
+            self.abort();
+            stopped
+        })
+    }
+
+    /// What NCCL has met in one of the communicators.
+    fn health(&self) -> Outcome<(), DriverError> {
+        let (nccl, comms) = (self.nccl()?, self.ends().comms.clone());
+        comms.into_iter().try_for_each(|comm| nccl.health(comm))
+    }
+
+    /// The error of a call of a group. Where NCCL has lost another process, the control group may say soon which.
+    pub(super) fn explained(&self, control: &dyn Communicator, op: OpKind, fault: DriverError) -> CommError {
+        match self.reason(fault) {
+            DriverError::Stopped { site, fault } => CommError::Stopped { site, fault },
+            fault => {
+                self.abort();
+                backend(control, op, fault.to_string())
+            }
+        }
+    }
+
+    /// An error of a driver, or the fault that is its reason.
+    fn reason(&self, fault: DriverError) -> DriverError {
+        let begun = Instant::now();
+        let DriverError::Comm { .. } = fault else { return fault };
+        self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(fault)
+    }
+
+    /// Nobody waits for an operation whose ranks will have met then.
+    pub(super) fn detach(&self, met: Option<Pending>) {
+        let detached = &mut self.ends().detached;
+        detached.retain(|met| !met.is_done());
+        detached.extend(met);
+    }
+
+    /// Ends all communicators at once: operations in flight would wait for ranks that do not come.
+    pub(super) fn abort(&self) {
+        let mut ends = self.ends();
+        if let Ok(nccl) = self.nccl() {
+            ends.comms.drain(..).for_each(|comm| _ = nccl.abort(comm));
+        }
+    }
+}
+
+impl Watch for Communicators {
+    fn attend(&self, done: &mut dyn FnMut() -> Outcome<bool, DriverError>) -> Outcome<(), DriverError> {
+        let (mut over, mut looked) = (Ok(false), Instant::now());
+        self.attend(&mut || {
+            over = done();
+            if let Ok(false) = over
+                && looked.elapsed() >= LOOK
+            {
+                looked = Instant::now();
+                over = self.health().map(|()| false);
+            }
+            !matches!(over, Ok(false))
+        })?;
+        over.map(drop).map_err(|fault| self.reason(fault))
+    }
+}
+
+impl Drop for Communicators {
+    /// Where operations are in flight whose handles were dropped, a thread waits until the others have come to them, or
+    /// until they have stopped.
+    fn drop(&mut self) {
+        if thread::panicking() {
+            return self.abort();
+        }
+        let ends = self.ends.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (detached, comms) = (std::mem::take(&mut ends.detached), std::mem::take(&mut ends.comms));
+        let pool = self.pool.clone();
+        let end = move || {
+            let begun = Instant::now();
+            while detached.iter().any(|met| !met.is_done()) && begun.elapsed() < PATIENCE {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let met = |met: Pending| met.is_done() && met.wait().is_ok();
+            let all_met = detached.into_iter().all(met);
+            let Ok(nccl) = pool.driver.nccl() else { return };
+            // Parts before the communicator that they were split off.
+            for comm in comms.into_iter().rev() {
+                _ = if all_met { nccl.leave(comm) } else { nccl.abort(comm) };
+            }
+        };
+        // Without a thread the communicators stay until the process ends.
+        _ = thread::Builder::new().name("nccl ends".to_owned()).spawn(end);
+    }
+}
+
+/// How often a host that waits asks NCCL whether its communicators are well.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long the control group may take to say why NCCL has lost a process, before its own error is told.
+const EXPLAINED: Duration = Duration::from_secs(5);
+
+/// How long a rank that ended keeps its communicators for operations that others have not come to.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An error of a call of a group.
+pub(super) fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
+    let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
+    CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
+}
