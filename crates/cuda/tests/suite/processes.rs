@@ -9,6 +9,7 @@ use meshwork_mpi::{Meeting, Options, Runtime};
 use meshwork_tensor::{Device, Error};
 use meshwork_testkit::comm::processes::{Place, run};
 use meshwork_testkit::comm::{Body, Worlds, conformance_of};
+use meshwork_testkit::sweeps;
 use std::process::{Command, id};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -64,10 +65,6 @@ impl Worlds for OverProcesses {
     fn world(&self, _: usize, _: Duration) -> Option<World> {
         None
     }
-}
-
-fn sweeps() -> bool {
-    std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all")
 }
 
 /// Runs a group of the suite in four processes.
