@@ -12,7 +12,7 @@ const LOOKS: u32 = 40;
 const YIELDS: Duration = Duration::from_micros(60);
 
 /// A wait: it looks, yields, and then sleeps for a sixteenth of the time since anything came, at most `longest` at a
-/// time, or 1/256 of a wait that is longer than 256 of these. So it is late by at most that part, and a long wait takes
+/// time, or 1/1024 of a wait that is longer than 1024 of these. So it is late by at most that part, and a long wait takes
 /// next to nothing of a core.
 #[derive(Debug)]
 pub(crate) struct Pause {
@@ -52,7 +52,7 @@ impl Pause {
         }
         match self.since.get_or_insert_with(Instant::now).elapsed() {
             short if short < self.yields => thread::yield_now(),
-            long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 256))),
+            long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 1024))),
         }
     }
 }
