@@ -12,8 +12,8 @@ const LOOKS: u32 = 40;
 const YIELDS: Duration = Duration::from_micros(60);
 
 /// A wait: it looks, yields, and then sleeps for a sixteenth of the time since anything came, at most `longest` at a
-/// time, or 1/1024 of a wait that is longer than 1024 of these. So it is late by at most that part, and a long wait takes
-/// next to nothing of a core.
+/// time, or 1/1024 of a wait that is longer than 1024 of these. So it is late by at most that part, and a long wait
+/// takes next to nothing of a core.
 #[derive(Debug)]
 pub(crate) struct Pause {
     looks: u32,
