@@ -435,7 +435,7 @@ fn a_key_that_is_given_and_changes_nothing_is_told() {
             Config::from_args(&Args::parse(words)).ok().and_then(|config| serde_json::to_value(config).ok())
         };
         let of_base = resolved(&base).expect("a configuration");
-        for &(name, _, value) in VALUES.iter().sampled(3) {
+        for &(name, _, value) in VALUES {
             let (section, own) = name.split_once('.').expect("a section");
             let effect = keys::find(section, own).expect("a key").1.effect;
             if !matches!(effect, Effect::Model | Effect::Numbers) || unseen.contains(name) {
