@@ -4,6 +4,7 @@ use super::error::CallError;
 use super::reduce_op::ReduceOp;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
+use crate::hash::combine;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -204,7 +205,7 @@ impl Call {
         let none = |buffer: &Option<Buffer>| buffer.as_ref().map(|buffer| Buffer::zeros(buffer.dtype(), 0));
         let signed = |signature: u64| {
             let length = self.input.as_ref().or(self.output.as_ref()).map_or(0, Buffer::bytes);
-            signature ^ (length as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            combine(signature, length as u64)
         };
         let zeros = || vec![0; size];
         let op = match self.op.clone() {

@@ -185,8 +185,7 @@ fn a_preference_is_the_log_of_a_sigmoid() {
     assert_eq!(out, [1e4]);
 }
 
-/// Samples with room for two pairs of which they have two, one and none: the others count for nothing, whatever lies
-/// there.
+/// Three samples with room for two pairs each hold two pairs, one and none. What lies in the unused room has no effect.
 #[test]
 fn preferences_are_summed_over_the_pairs_of_a_sample() {
     let (losses, reference) = ([3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 7.0, f64::NAN, 9.0, 9.0, 9.0, 9.0], [0.5; 12]);

@@ -152,7 +152,7 @@ narrow! {
     _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_add_ps, _mm512_fmadd_ps, first_lanes, _mm512_maskz_loadu_ps,
     _mm512_mask_storeu_ps
 }
-// Vectors of half the width, of which a CPU loads more at a time.
+// Vectors of 256 bits, for up to eight columns.
 narrow! {
     narrow_half, narrow_half_of_height, "avx512f,avx512vl,avx2,fma", 4 words [4], [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_add_ps, _mm256_fmadd_ps, half_lanes, load_lanes, _mm256_maskstore_ps

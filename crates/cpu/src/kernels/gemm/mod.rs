@@ -150,13 +150,13 @@ const A_IN_PLACE: usize = 512;
 /// Up to this many rows of A are read in place, whatever cache sets they map to.
 const UNPACKED_ROWS: usize = 4;
 
-/// A is always packed if its rows are a multiple of so many floats (4 KiB) apart: all rows of a panel would map to the
-/// same sets of the L1 cache.
+/// If the distance between rows of A is a multiple of this many floats (4 KiB), A is packed: otherwise all rows of a
+/// panel would map to the same sets of the L1 cache.
 const ALIASED_ROWS: usize = 1024;
 
-/// A transposed A is always packed if its terms are a multiple of so many floats (two cache lines) apart. A panel reads
-/// one line of each term, and these lines would share at most half of the sets of the L1 cache, of which the tile's
-/// part of B takes half already.
+/// If the distance between terms of a transposed A is a multiple of this many floats (two cache lines), A is packed. A
+/// panel reads one line of each term. Unpacked, these lines would map to at most half of the sets of the L1 cache, and
+/// B takes half of the cache already.
 const ALIASED_TERMS: usize = 32;
 
 /// An implementation of the product: the instructions it needs, and the precision. Exists only on x86-64.
