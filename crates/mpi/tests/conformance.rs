@@ -114,7 +114,8 @@ fn four_processes_whose_library_adds_up() {
         let runtime = mpi.start(Options { reduction: Reduction::Native, ..options(1) });
         conformance(&Over { runtime: runtime.clone(), programs: 20 });
         println!("it conforms");
-        std::thread::sleep(Duration::from_secs(5)); // so that the others say it too
+        runtime.world().run(|world| world.barrier()).unwrap(); // all have said it
+        std::thread::sleep(Duration::from_secs(2)); // and the launcher has passed it on
     });
 }
 

@@ -5,7 +5,6 @@ use crate::Rng;
 use crate::faults::{Departure, Injection, Program, ProgramError};
 use meshwork_core::comm::{Fault, FaultKind, record};
 use meshwork_core::{Cause, CommError, CommLog, Group, RunError};
-use std::time::Duration;
 
 cases![random_faults_without_a_hang, records_are_those_of_a_backend];
 
@@ -60,7 +59,7 @@ fn round(worlds: &dyn Worlds, seed: u64) {
     // Stalls cost their timeout each, so they are fewer. On a busy machine another rank may make no progress for as
     // long as the shortest timeout: a stall is tried again with more.
     let stalls = seed.is_multiple_of(16);
-    let timeouts = if stalls { [100, 1000, 10_000].map(Duration::from_millis).to_vec() } else { vec![PATIENT] };
+    let timeouts = if stalls { [1, 10, 100].map(|times| times * worlds.short() / 2).to_vec() } else { vec![PATIENT] };
     let departure = rng.pick(&Departure::AT_ONCE);
     let injection = program.random_injection(&mut rng, departure);
     for (at, &timeout) in timeouts.iter().enumerate() {

@@ -77,6 +77,9 @@ macro_rules! half_oracle {
 }
 half_oracle!(bf16, f16);
 
+/// After so many elements those of a large operation repeat: a prime, so that its pieces all differ.
+const PERIOD: usize = 4093;
+
 /// The inputs of all ranks of a group, which every rank can compute, and their reductions.
 struct Inputs {
     ranks: usize,
@@ -89,22 +92,24 @@ impl Inputs {
         Inputs { ranks: group.size(), in_tree: group.reduction_order() == ReductionOrder::BalancedTree }
     }
 
-    /// The elements of a rank.
+    /// The elements of a rank, which repeat.
     fn elements<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
+        self.period(rank, count).into_iter().cycle().take(count).collect()
+    }
+
+    /// The elements of a rank, of which only the first are drawn.
+    fn period<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
         let mut rng = Rng::new((rank * 1_000_003 + count) as u64);
-        (0..count).map(|_| if self.in_tree { T::random(&mut rng) } else { T::small(&mut rng) }).collect()
+        let draw = |_| if self.in_tree { T::random(&mut rng) } else { T::small(&mut rng) };
+        (0..count.min(PERIOD)).map(draw).collect()
     }
 
     /// The elements `range` of the reduction of `count` elements.
     fn reduced<T: Oracle>(&self, op: ReduceOp, count: usize, range: Range<usize>) -> Vec<T> {
-        let inputs: Vec<Vec<T>> = (0..self.ranks).map(|rank| self.elements(rank, count)).collect();
-        let mut column = Vec::with_capacity(self.ranks);
-        let mut element = |i: usize| {
-            column.clear();
-            column.extend(inputs.iter().map(|input| input[i]));
-            T::tree(op, &column)
-        };
-        range.map(&mut element).collect()
+        let inputs: Vec<Vec<T>> = (0..self.ranks).map(|rank| self.period(rank, count)).collect();
+        let column = |i: usize| inputs.iter().map(|input| input[i]).collect::<Vec<_>>();
+        let period: Vec<T> = (0..count.min(PERIOD)).map(|i| T::tree(op, &column(i))).collect();
+        range.map(|i| period[i % PERIOD]).collect()
     }
 }
 
