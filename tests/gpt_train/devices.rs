@@ -6,6 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 #[cfg(feature = "cuda")]
 use std::process::Command;
+#[cfg(feature = "cuda")]
+use std::sync::OnceLock;
 
 const CANONICAL: &str = "--set training.numerics=canonical --set model.dropout=0.1";
 
@@ -187,6 +189,43 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     assert!(!fs::read_to_string(&path).unwrap_or_default().contains("step"));
 }
 
+/// The stand-in for NVIDIA's libraries of `crates/cuda`: two GPUs that are none.
+#[cfg(feature = "cuda")]
+pub struct StandIn {
+    folder: PathBuf,
+    kernels: PathBuf,
+}
+
+#[cfg(feature = "cuda")]
+impl StandIn {
+    /// Its libraries in a folder, with `more` ones than the driver, the compiler and products.
+    pub fn new(folder: &Path, more: &[&str]) -> Self {
+        static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+        let compiled = COMPILED.get_or_init(|| {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/cuda/tests/gpu/stand_in.cpp");
+            let library = crate::program::folder("stand_in_compiled").join("stand_in.so");
+            let mut compiler = Command::new("g++");
+            compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC"]).arg(source).arg("-o").arg(&library);
+            assert!(compiler.arg("-ldl").status().unwrap().success());
+            library
+        });
+        for library in ["libcuda.so", "libnvrtc.so", "libcublasLt.so"].iter().chain(more) {
+            std::os::unix::fs::symlink(compiled, folder.join(library)).unwrap();
+        }
+        let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
+        let kernels = meshwork_kernels::host::Host::new(&host).unwrap().path().to_owned();
+        Self { folder: folder.to_owned(), kernels }
+    }
+
+    /// The program over it.
+    pub fn command(&self, line: &str) -> Command {
+        let mut command = command(line);
+        command.env("LD_LIBRARY_PATH", &self.folder).env("XDG_CACHE_HOME", &self.folder);
+        command.env("STAND_IN_KERNELS", &self.kernels).env("STAND_IN_REPORT", self.folder.join("report"));
+        command
+    }
+}
+
 /// Two GPUs that are none: `--device cuda` over the stand-in for NVIDIA's libraries of `crates/cuda`.
 #[cfg(feature = "cuda")]
 #[test]
@@ -195,19 +234,10 @@ fn ranks_share_the_gpus_of_a_machine() {
         return;
     }
     let folder = folder("stand_in");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/cuda/tests/gpu/stand_in.cpp");
-    let mut compiler = Command::new("g++");
-    compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC"]).arg(source).arg("-o").arg(folder.join("libcuda.so"));
-    assert!(compiler.arg("-ldl").status().unwrap().success());
-    for library in ["libnvrtc.so", "libcublasLt.so"] {
-        std::os::unix::fs::symlink("libcuda.so", folder.join(library)).unwrap();
-    }
-    let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
-    let kernels = meshwork_kernels::host::Host::new(&host).unwrap();
+    let stand_in = StandIn::new(&folder, &[]);
     let start = |line: &str, settings: &[(&str, &str)]| {
-        let mut command = command(&format!("{line} {SMALL} {UNSAMPLED}"));
-        command.env("LD_LIBRARY_PATH", &folder).env("XDG_CACHE_HOME", &folder).env("STAND_IN_KERNELS", kernels.path());
-        command.env("STAND_IN_REPORT", folder.join("report")).envs(settings.iter().copied());
+        let mut command = stand_in.command(&format!("{line} {SMALL} {UNSAMPLED}"));
+        command.envs(settings.iter().copied());
         let ended = Running::start(command).end();
         (ended.code, ended.out, ended.err)
     };

@@ -17,6 +17,8 @@ mod example;
 mod graphs;
 mod inputs;
 mod metrics;
+#[cfg(all(unix, feature = "emulator"))]
+mod nccl;
 #[cfg(unix)]
 mod processes;
 mod program;

@@ -44,9 +44,11 @@ impl Rank {
         // a name of their own.
         let wide = |axis: Axis| mesh.degree(axis) > 1 || axis == Axis::Dp && mesh.degree(Axis::Ep) > 1;
         let wide = set_of(Axis::ALL.into_iter().filter(|&axis| wide(axis)));
-        // Without a wait for each: ranks that do not join are missed in the first collective.
+        // Without a wait for each: all ranks have compared their meshes, and make the same groups.
         let part = |name: &str, members: &[usize]| -> Result<Group, CommError> {
-            Ok(Group::new(world.communicator().split(name, members)?, log.clone()))
+            let part = world.communicator().split(name, members)?;
+            part.connect()?;
+            Ok(Group::new(part, log.clone()))
         };
         let mut groups: Vec<Group> = Vec::with_capacity(1 << Axis::COUNT);
         for set in 0..1 << Axis::COUNT {

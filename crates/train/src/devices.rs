@@ -12,6 +12,13 @@ use meshwork_tensor::{Device, Error, Precision};
 use std::fmt;
 use std::sync::Arc;
 
+/// Ranks of the largest group whose members send each other messages over NCCL.
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+pub(crate) use meshwork_cuda::device::MOST_LINKED;
+/// No device to send them from.
+#[cfg(not(any(feature = "cuda", feature = "emulator")))]
+pub(crate) const MOST_LINKED: usize = usize::MAX;
+
 /// Opens a device for each rank.
 #[derive(Clone)]
 pub struct Devices(DeviceKind);
@@ -150,6 +157,8 @@ mod cuda {
     use super::Fault;
     use crate::config::{Config, Device};
     use meshwork_core::{Axis, Communicator, Group};
+    #[cfg(feature = "cuda")]
+    use meshwork_cuda::GpuError;
     use meshwork_cuda::device::Products;
     use meshwork_cuda::idle::Idle;
     use meshwork_cuda::{CudaDevice, Driver, Replaying, Tuning};
@@ -231,6 +240,13 @@ mod cuda {
                 let ranks = if number.is_some() { 0 } else { config.parallelism.world_size().unwrap_or(1).min(count) };
                 for number in 1..ranks {
                     meshwork_cuda::gpu::check(number, products).map_err(&failed)?;
+                }
+                if config.comm.launch.is_some() {
+                    meshwork_cuda::gpu::nccl().map_err(&failed)?;
+                    let each = config.comm.ranks_per_process;
+                    if number.is_none() && each > count {
+                        return Err(failed(GpuError::TooFew { count, ranks: each }));
+                    }
                 }
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));

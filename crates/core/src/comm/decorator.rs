@@ -41,6 +41,10 @@ impl<D: Decorator> Communicator for D {
         Ok(self.around(self.inner().split(name, members)?))
     }
 
+    fn connect(&self) -> Result<(), CommError> {
+        self.inner().connect()
+    }
+
     fn membership(&self) -> &dyn Membership {
         self.inner().membership()
     }

@@ -96,6 +96,7 @@ impl Group {
             let caller = Some(Arc::new(Caller { name: call.into(), about: Some(name.into()) }));
             self.comm.start(Call { caller, ..Call::new(Op::Barrier, None, None) })?.wait()?;
         }
+        part.comm.connect()?;
         Ok(part)
     }
 

@@ -92,6 +92,13 @@ pub trait Communicator: Send + Sync + Debug {
     /// `MPI_Comm_split` and `ncclCommSplit`.
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
 
+    /// Connects the ranks of a part, after [`split`](Self::split). Collective over the group that was cut: its ranks
+    /// have met before, so that one that did not come there is missed by its name, and not waited for in a library that
+    /// cannot tell. Does nothing by default.
+    fn connect(&self) -> Result<(), CommError> {
+        Ok(())
+    }
+
     /// The membership of this rank in its world.
     fn membership(&self) -> &dyn Membership;
 

@@ -62,7 +62,7 @@ use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Layout, Pointwise, check_copy};
 use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Category, Device, Download, Error, Kernels, Launches, Meter, Result, Upload};
-pub use nccl::Reduction;
+pub use nccl::{MOST_LINKED, Reduction};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;

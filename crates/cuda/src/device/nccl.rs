@@ -48,7 +48,7 @@ pub enum Reduction {
 
 /// Ranks of the largest group whose members send each other messages from device memory: each pair has two
 /// communicators, made when the group is.
-const MOST_LINKED: usize = 16;
+pub const MOST_LINKED: usize = 16;
 
 impl CudaDevice {
     /// A communicator of the ranks of `control`, whose collectives on the memory of this device go through NCCL.
@@ -77,7 +77,9 @@ impl CudaDevice {
         let comm = joined.map_err(|fault| shared.explained(&*control, OpKind::Broadcast, fault))?;
         // Of its own, so that the numbers of its operations begin at 0.
         let control = control.split(control.name(), &(0..control.size()).collect::<Vec<_>>())?;
-        Ok(Arc::new(NcclGroup::new(control, shared, comm, reduction)?))
+        control.connect()?;
+        let ends = OnceLock::from(Ends::new(&*control, &shared, comm)?);
+        Ok(Arc::new(NcclGroup { control, shared, reduction, parent: comm, color: 0, ends }))
     }
 }
 
@@ -93,22 +95,28 @@ struct Link {
 struct NcclGroup {
     control: Arc<dyn Communicator>,
     shared: Arc<Communicators>,
-    comm: NcclComm,
     reduction: Reduction,
+    /// What its communicator is split off, and by which color.
+    parent: NcclComm,
+    color: usize,
+    /// There once its ranks are connected.
+    ends: OnceLock<Ends>,
+}
+
+/// One rank's ends of the communicators of a group.
+#[derive(Debug)]
+struct Ends {
+    comm: NcclComm,
     /// To and from each other rank; none in a group that is too large for it.
     links: Vec<Option<[Link; 2]>>,
 }
 
-impl NcclGroup {
-    fn new(
-        control: Arc<dyn Communicator>,
-        shared: Arc<Communicators>,
-        comm: NcclComm,
-        reduction: Reduction,
-    ) -> Outcome<Self, CommError> {
+impl Ends {
+    /// Makes those of messages beside `comm`. Collective.
+    fn new(control: &dyn Communicator, shared: &Communicators, comm: NcclComm) -> Outcome<Self, CommError> {
         shared.keep(comm);
         let (rank, n) = (control.rank(), control.size());
-        let failed = |fault| shared.explained(&*control, OpKind::Send, fault);
+        let failed = |fault| shared.explained(control, OpKind::Send, fault);
         let mut links: Vec<Option<[Link; 2]>> = (0..n).map(|_| None).collect();
         if (2..=MOST_LINKED).contains(&n) {
             let nccl = shared.nccl().map_err(failed)?;
@@ -125,7 +133,13 @@ impl NcclGroup {
                 }
             }
         }
-        Ok(Self { control, shared, comm, reduction, links })
+        Ok(Self { comm, links })
+    }
+}
+
+impl NcclGroup {
+    fn ends(&self) -> Outcome<&Ends, String> {
+        self.ends.get().ok_or_else(|| "its ranks were not connected after the split".to_owned())
     }
 
     /// The address of a buffer of this device; null if there is none.
@@ -140,16 +154,17 @@ impl NcclGroup {
 
     /// The communicator and the stream of an operation, and the other rank's place in the communicator of messages.
     fn way(&self, op: &Op) -> Outcome<(NcclComm, Stream, usize), String> {
+        let Ends { comm, links } = self.ends()?;
         let (peer, direction) = match *op {
             Op::Send { to, .. } => (to, 0),
             Op::Recv { from, .. } => (from, 1),
-            _ => return Ok((self.comm, self.shared.pool.collectives, 0)),
+            _ => return Ok((*comm, self.shared.pool.collectives, 0)),
         };
         let lacks = || {
             let n = self.control.size();
             format!("messages of device memory need a group of at most {MOST_LINKED} ranks, and this one has {n}")
         };
-        let Link { comm, stream } = &self.links[peer].as_ref().ok_or_else(lacks)?[direction];
+        let Link { comm, stream } = &links[peer].as_ref().ok_or_else(lacks)?[direction];
         let stream = match stream.get() {
             Some(stream) => *stream,
             None => {
@@ -251,14 +266,25 @@ impl Communicator for NcclGroup {
         Ok(Pending::new(Flight { shared: self.shared.clone(), wait }))
     }
 
+    /// NCCL's own split waits for ranks that never come: it follows when all have met.
     fn split(&self, name: &str, members: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
-        let part = self.control.split(name, members)?;
-        let nccl = self.shared.nccl();
-        let new = nccl.and_then(|nccl| nccl.split(self.comm, members.first().copied(), part.rank()));
-        let new = new.map_err(|fault| self.shared.explained(&*part, OpKind::Barrier, fault))?;
-        let none = || backend(&*part, OpKind::Barrier, "NCCL made no communicator of the part".to_owned());
-        let comm = new.ok_or_else(none)?;
-        Ok(Arc::new(NcclGroup::new(part, self.shared.clone(), comm, self.reduction)?))
+        let (control, shared) = (self.control.split(name, members)?, self.shared.clone());
+        let parent = self.ends().map_err(|message| backend(&*control, OpKind::Barrier, message))?.comm;
+        let (color, ends) = (members.first().copied().unwrap_or_default(), OnceLock::new());
+        Ok(Arc::new(NcclGroup { control, shared, reduction: self.reduction, parent, color, ends }))
+    }
+
+    fn connect(&self) -> Outcome<(), CommError> {
+        if self.ends.get().is_some() {
+            return Ok(());
+        }
+        let Self { control, shared, .. } = self;
+        control.connect()?;
+        let new = shared.nccl().and_then(|nccl| nccl.split(self.parent, Some(self.color), self.rank()));
+        let new = new.map_err(|fault| shared.explained(&**control, OpKind::Barrier, fault))?;
+        let none = || backend(&**control, OpKind::Barrier, "NCCL made no communicator of the part".to_owned());
+        _ = self.ends.set(Ends::new(&**control, shared, new.ok_or_else(none)?)?);
+        Ok(())
     }
 
     fn membership(&self) -> &dyn Membership {

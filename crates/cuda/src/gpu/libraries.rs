@@ -13,6 +13,10 @@ const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 /// The oldest supported driver, in CUDA's version numbers: 1000 times the major version plus 10 times the minor.
 const OLDEST: i32 = 12_000;
 
+/// How a user gets NCCL.
+const INSTALL_NCCL: &str = "install libnccl2 of NVIDIA's packages, or nvidia-nccl-cu12 or nvidia-nccl-cu13 by pip into \
+                            the active environment, or add the folder of another one to LD_LIBRARY_PATH";
+
 /// A GPU that cannot be used.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -32,12 +36,24 @@ pub enum GpuError {
     /// A missing library.
     #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
     NoLibrary { name: &'static str, looked: String },
+    /// No NCCL.
+    #[error("no NCCL found, which connects GPUs of several processes (looked for {looked}): {INSTALL_NCCL}")]
+    NoNccl { looked: String },
+    /// An NCCL that lacks functions.
+    #[error("{library} is NCCL {found}, and NCCL {needed} or newer is needed: {INSTALL_NCCL}")]
+    NcclTooOld { library: String, found: String, needed: String },
     /// A library that is there, and cannot be used.
     #[error("{library} cannot be used: {why}")]
     Unusable { library: String, why: String },
     /// A GPU that does not exist.
     #[error("there is no GPU {ordinal}: this machine has {count}, numbered from 0")]
     NoDevice { ordinal: usize, count: usize },
+    /// Fewer GPUs than ranks of one process that NCCL connects.
+    #[error(
+        "{count} GPU{} for {ranks} ranks of a process, and NCCL, which connects them, refuses two on one",
+        if *count == 1 { "" } else { "s" }
+    )]
+    TooFew { count: usize, ranks: usize },
     /// A GPU that lacks the instructions of the kernels.
     #[error(
         "GPU {ordinal} ({name}) is too old: it has compute capability {found}, and kernels need {needed} or newer; use another one with --device cuda:N, or cpu"

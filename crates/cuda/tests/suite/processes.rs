@@ -52,6 +52,11 @@ impl Worlds for OverProcesses {
         Duration::from_secs(1)
     }
 
+    /// The unique id comes from rank 0.
+    fn joined(&self) -> &str {
+        "last in world #2 broadcast(u8, 128, root 0)"
+    }
+
     fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
         let world = self.runtime.world_of(ranks, timeout)?;
         let (device, _) = device(self.runtime.process());
@@ -83,6 +88,16 @@ fn conforms(test: &str, group: &str, how: Reduction) {
 #[test]
 fn programs_with_faults_end() {
     conforms("processes::programs_with_faults_end", "programs", Reduction::Tree);
+}
+
+#[test]
+fn calls_are_named() {
+    conforms("processes::calls_are_named", "calls", Reduction::Library);
+}
+
+#[test]
+fn faults_are_told_to_all() {
+    conforms("processes::faults_are_told_to_all", "faults", Reduction::Tree);
 }
 
 /// In a sweep alone.

@@ -271,7 +271,7 @@ fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
     let text = fault.kind.to_string();
     assert!(text.starts_with(&format!("rank 3 made no progress for {short:?}: rank ")), "{text}");
     assert!(text.ends_with("rank 2, which waits for rank 3") || text.ends_with("rank 2 waits for rank 3"));
-    assert_eq!(fault.ranks[3].to_string(), "rank 3 computes, no operation yet");
+    assert_eq!(fault.ranks[3].to_string(), format!("rank 3 computes, {}", worlds.joined()));
     assert!(fault.ranks[1].to_string().starts_with("rank 1 waits in world #0 recv"));
     // Others wait for its end as long as the timeout.
     let late = [" op #0: send(f32, 1, to 2, signature 0x0) stopped because", "has not ended, and computes"];

@@ -30,6 +30,11 @@ pub trait Worlds: Sync {
         Duration::from_millis(200)
     }
 
+    /// What a rank has done last when it has just joined, in the words of faults.
+    fn joined(&self) -> &str {
+        "no operation yet"
+    }
+
     /// Runs `body` as the ranks of a new world, in which a rank without progress is late after `timeout`. `None` in a
     /// process that has none of its ranks.
     fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {

@@ -4,6 +4,7 @@
 //! variables of a launcher ─▶ find: a Launch, or threads ─▶ world: MPI or TCP joins the processes ─▶ handshake ─▶ the run
 //! ```
 
+mod carrier;
 mod elastic;
 mod handshake;
 mod join;
@@ -16,7 +17,7 @@ pub use join::world;
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
-use crate::config::{AXES, CommKind, Config, Device, Elastic, Fault, ReductionName, Settings};
+use crate::config::{AXES, CommKind, Config, Device, Elastic, Fault, Settings};
 use crate::error::RankError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
 use meshwork_core::{RankEnd, RunError};
@@ -46,14 +47,8 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
         let why = "all ranks are threads of this process, and would be lost together";
         config.notices.push(format!("checkpoint.peer_every = {every} keeps no snapshots: {why}"));
     }
-    if config.comm.reduction == ReductionName::Native {
-        let by = match &config.comm.launch {
-            Some(_) if config.device != Device::Cpu => "NCCL adds up between processes, in an order of its own",
-            Some(_) => "MPI adds up f32 and f64 between processes, in an order of its own",
-            None => "it has no effect: all ranks are threads of this process, whose sums are those of the tree",
-        };
-        config.notices.push(format!("comm.reduction = native: {by}"));
-    }
+    settings.faults.extend(carrier::faults(config));
+    config.notices.extend(carrier::notices(config));
     let ranks = launched(config, &environment).filter(|_| settings.faults.is_empty());
     match ranks.map_or(Ok(None), |ranks| elastic::fit(config, ranks)) {
         Ok(fitted) => *config = fitted.unwrap_or_else(|| config.clone()),

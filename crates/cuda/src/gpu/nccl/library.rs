@@ -171,7 +171,7 @@ impl Library {
             NAMES.join(", "),
             if packages.is_empty() { "no packages of Python".to_owned() } else { packages.join(", ") }
         );
-        Err(GpuError::NoLibrary { name: "NCCL, which connects GPUs of several processes,", looked })
+        Err(GpuError::NoNccl { looked })
     }
 
     fn of(place: &Path, library: Loaded) -> Result<Self, GpuError> {
@@ -184,8 +184,8 @@ impl Library {
             return Err(unusable(format!("ncclGetVersion returned {}", name_of(code))));
         }
         if version < OLDEST {
-            let [found, needed] = [version, OLDEST].map(shown);
-            return Err(unusable(format!("it is NCCL {found}, and NCCL {needed} or newer is needed")));
+            let ([found, needed], library) = ([version, OLDEST].map(shown), place.display().to_string());
+            return Err(GpuError::NcclTooOld { library, found, needed });
         }
         std::mem::forget(library); // its threads may outlive every use of it
         let name = place.file_name().unwrap_or(place.as_os_str()).to_string_lossy().into_owned();
