@@ -4,9 +4,9 @@ use super::memory::Pool;
 use super::prelude::*;
 use crate::driver::{DriverError, Nccl, NcclComm, Watch};
 use meshwork_core::Communicator;
-use meshwork_core::comm::{Call, CommError, Op, OpKind, Pending, Site};
+use meshwork_core::comm::{Call, CommError, Fault, Op, OpKind, Pending, Site};
 use std::result::Result as Outcome;
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, MutexGuard, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,8 @@ pub(super) struct Communicators {
     ends: Mutex<Ends>,
     /// The place of the last operation on the device that began.
     last: Mutex<Option<Site>>,
+    /// The fault that stopped the world, and the place of the operation that heard of it.
+    stopped: OnceLock<(Site, Arc<Fault>)>,
 }
 
 #[derive(Debug, Default)]
@@ -34,7 +36,7 @@ impl Communicators {
         let met = world.start(Call::new(Op::Barrier, None, None))?;
         let (ends, last) = (Mutex::default(), Mutex::new(met.site().cloned()));
         let (watches, driver) = (met.site().is_some(), pool.driver.clone());
-        let new = Arc::new(Self { world, pool, ends, last });
+        let new = Arc::new(Self { world, pool, ends, last, stopped: OnceLock::new() });
         // Ranks of one process end together, and have no such place.
         if watches {
             let watch: Arc<dyn Watch> = new.clone();
@@ -95,6 +97,21 @@ impl Communicators {
         let begun = Instant::now();
         let DriverError::Comm { .. } = fault else { return fault };
         self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(fault)
+    }
+
+    /// Ends all communicators because of an error of the control group, which later operations get too.
+    pub(super) fn stop(&self, error: &CommError) {
+        if let CommError::Stopped { site, fault } = error {
+            _ = self.stopped.set((site.clone(), fault.clone()));
+        }
+        self.abort();
+    }
+
+    /// The error of operations after a fault.
+    pub(super) fn going(&self) -> Outcome<(), CommError> {
+        let stopped =
+            |(site, fault): &(Site, Arc<Fault>)| CommError::Stopped { site: site.clone(), fault: fault.clone() };
+        self.stopped.get().map_or(Ok(()), |of| Err(stopped(of)))
     }
 
     /// Nobody waits for an operation whose ranks will have met then.

@@ -243,6 +243,7 @@ impl Communicator for NcclGroup {
         let kind = call.op.kind();
         let explained = |fault| self.shared.explained(&*self.control, kind, fault);
         self.shared.pool.sound().map_err(explained)?;
+        self.shared.going()?;
         let done = self.queue(&call).map_err(|message| {
             // A fault of the world that was found meanwhile is its reason.
             let found = self.shared.pool.sound().err();
@@ -254,7 +255,7 @@ impl Communicator for NcclGroup {
         // After the elements are queued: once the ranks have met, NCCL waits for no host.
         let met = match self.size() {
             1 => None,
-            _ => Some(self.control.meet(&call).inspect_err(|_| self.shared.abort())?),
+            _ => Some(self.control.meet(&call).inspect_err(|error| self.shared.stop(error))?),
         };
         if let Some(site) = met.as_ref().and_then(Pending::site) {
             self.shared.began(site);
@@ -330,8 +331,8 @@ impl PendingOp for Flight {
     fn wait(mut self: Box<Self>) -> Outcome<Buffer, CommError> {
         let Some(Waits { met, done, result, _read }) = self.wait.take() else { return Ok(Buffer::empty()) };
         let met = met.map_or(Ok(()), |met| met.wait().map(drop));
-        if met.is_err() {
-            self.shared.abort();
+        if let Err(error) = &met {
+            self.shared.stop(error);
         }
         self.resume(done);
         met.map(|()| result.unwrap_or_else(Buffer::empty))
