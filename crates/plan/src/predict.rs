@@ -45,7 +45,7 @@ pub struct Prediction {
 pub struct Job {
     pub(crate) config: Config,
     counts: Arc<Counts>,
-    /// The counts without recomputation.
+    /// The counts where nothing is computed twice.
     plain: Arc<Counts>,
     /// The operations of the model: nothing recomputed counts.
     pub(crate) model_flops: f64,
@@ -110,6 +110,8 @@ impl Job {
         let counts = counter.counts(&config)?;
         let mut plain = config.clone();
         plain.memory.recompute = Recomputed::Word(RecomputeWord::None);
+        // Backward computes what a few tokens at a time leave out once more.
+        (plain.memory.loss_chunk, plain.memory.sequence_block) = (0, 0);
         let whole = counter.counts(&plain)?;
         let flops = |passes: &Passes| {
             let of = |work: &Work| work.flops() - work.attention + work.attention / ATTENTION_BACKWARD;

@@ -1,7 +1,7 @@
 //! Which mesh? Every plan of a model on a cluster, the fastest first.
 //!
 //! ```text
-//! layouts: mesh, micro-batch, recomputation, ZeRO ─ bound: no bubble ─▶ sorted
+//! layouts: mesh, micro-batch, recomputation, tokens at a time, ZeRO ─ bound: no bubble ─▶ sorted
 //!   ─ each: schedules, chunks, offload ─ simulated, unless plans found so far beat its bound ─▶ plans
 //!   ─ the best of each mesh ─ dry run of the whole step ─▶ the ten best
 //! ```
@@ -15,10 +15,11 @@ use crate::count::Counter;
 use crate::error::PlanError;
 pub use crate::plan::{Keys, Loss, Plan};
 use crate::predict::Job;
-use crate::system::System;
+use crate::system::{System, ZERO_STAGE};
 use crate::table::configured;
 use meshwork_pipeline::{Generator, Shape};
 use meshwork_train::config::{Config, OffloadWord};
+use meshwork_train::plan_memory::tokens_at_a_time;
 use std::collections::BTreeSet;
 
 /// What a search found.
@@ -32,7 +33,7 @@ pub struct Found {
     pub points: Vec<[f64; 2]>,
     /// The fastest plan that does not fit, where it is faster than the best.
     pub too_large: Option<Plan>,
-    /// The plan that takes the least memory: where nothing fits, of those that were dry-run, if any were.
+    /// The plan that takes the least memory: where nothing fits, of those that were dry-run.
     pub smallest: Option<Plan>,
     /// Plans that were compared: simulated, or behind by their bounds.
     pub plans: usize,
@@ -51,6 +52,9 @@ const LEAST_TOKENS: usize = 1024;
 
 /// A stage may have this much more than an even share of the layers.
 const UNEVEN: f64 = 1.25;
+
+/// Plans that are dry-run where nothing fits: so many of the smallest.
+const SMALLEST: usize = 4;
 
 /// A configuration with everything but its schedule, and the seconds and bytes that none of its plans goes below.
 struct Layout {
@@ -98,25 +102,28 @@ pub fn search(
             front.push(plan.clone());
         }
     }
-    let mut refused: Option<Plan> = None;
+    // The loader has the last word, and a dry run of the whole step knows the bytes.
+    let mut checked = |plan: &Plan| {
+        let step = loaded(&plan.keys).and_then(|config| Job::new(config, counter)?.predict(system, cluster));
+        step.ok().map(|step| Plan { step, ..plan.clone() })
+    };
+    let mut refused: Vec<Plan> = Vec::new();
     let too_large = plans.first().filter(|plan| !plan.step.fits).cloned();
     let mut best: Vec<Plan> = Vec::new();
     for plan in plans.iter().filter(|plan| plan.step.fits) {
         if best.len() < count && best.iter().all(|other| other.mesh != plan.mesh) {
             progress("dry runs of the best", best.len(), count);
-            // The loader has the last word, and a dry run of the whole step knows the bytes.
-            let checked = loaded(&plan.keys).and_then(|config| Job::new(config, counter)?.predict(system, cluster));
-            let Ok(step) = checked else { continue };
-            let dry = Plan { step, ..plan.clone() };
-            let fewer = |least: &Plan| dry.step.memory < least.step.memory;
-            if dry.step.fits {
-                best.push(dry);
-            } else if refused.as_ref().is_none_or(fewer) {
-                refused = Some(dry);
+            match checked(plan) {
+                Some(dry) if dry.step.fits => best.push(dry),
+                dry => refused.extend(dry),
             }
         }
     }
-    let smallest = refused.filter(|_| best.is_empty()).or_else(|| front.last().cloned());
+    if best.is_empty() {
+        refused.extend(front.iter().rev().take(SMALLEST).filter_map(&mut checked));
+    }
+    let smaller = |a: &&Plan, b: &&Plan| a.step.memory.total_cmp(&b.step.memory);
+    let smallest = refused.iter().filter(|_| best.is_empty()).min_by(smaller).or(front.last()).cloned();
     progress("dry runs of the best", count, count);
     best.sort_by(Plan::order);
     Ok(Found { best, front, points, too_large, smallest, plans: compared, layers: counter.layers() })
@@ -219,6 +226,9 @@ fn layouts(
                     for micro in tried(given, "training.micro_batch_size", powers(MOST_SAMPLES)) {
                         if (samples / dp).is_multiple_of(micro.max(1)) {
                             let mut own = given.clone();
+                            if dp * cp < 2 && given.get(ZERO_STAGE) == system.keys.get(ZERO_STAGE) {
+                                own.remove(ZERO_STAGE); // as System::keys_of
+                            }
                             let mut set =
                                 |key: &str, value: usize| _ = own.insert(key.to_owned(), (value as i64).into());
                             for (axis, degree) in ["dp", "tp", "pp", "cp", "ep"].into_iter().zip([dp, tp, pp, cp, ep]) {
@@ -253,26 +263,46 @@ fn layouts(
 
 const SEQUENCE: &str = "parallelism.sequence_parallel";
 
+/// Tokens whose logits, and tokens whose inner features, exist at a time.
+const AT_A_TIME: [&str; 2] = ["memory.loss_chunk", "memory.sequence_block"];
+
 /// The kinds of recomputation that are tried.
 const RECOMPUTE: [&str; 3] = ["none", "selective", "full"];
 
 impl Layout {
-    /// The layout of these keys in each stage of ZeRO that the loader takes.
+    /// The layouts of these keys, with logits and inner features of all tokens or of some at a time: those that
+    /// `--plan-memory` tries.
     fn each(keys: &Keys, system: &System, cluster: &Cluster, counter: &mut Counter) -> Vec<Self> {
         let mut unscheduled = keys.clone();
         // A layer is the same in all schedules; the first one that takes any number of micro-batches stands for them.
         unscheduled.insert("pipeline.schedule".into(), Generator::OneFOneB.name().into());
         unscheduled.remove("pipeline.virtual_stages");
-        let Ok(job) = loaded(&unscheduled).and_then(|config| Job::new(config, counter)) else { return Vec::new() };
+        let Ok(config) = loaded(&unscheduled) else { return Vec::new() };
+        let mut all = Vec::new();
+        for tokens in tokens_at_a_time(&config) {
+            let chosen = AT_A_TIME.into_iter().zip(tokens).filter(|(_, tokens)| *tokens > 0);
+            let chosen: Keys = chosen.map(|(key, tokens)| (key.to_owned(), (tokens as i64).into())).collect();
+            // A key that is given keeps its value.
+            if chosen.iter().all(|(key, value)| keys.get(key).is_none_or(|given| given == value)) {
+                let with = |keys: &Keys| keys.clone().into_iter().chain(chosen.clone()).collect::<Keys>();
+                let job = loaded(&with(&unscheduled)).and_then(|config| Job::new(config, counter));
+                all.extend(job.map_or(Vec::new(), |job| Self::of(&with(keys), &job, system, cluster)));
+            }
+        }
+        all
+    }
+
+    /// The layout of these keys in each stage of ZeRO.
+    fn of(keys: &Keys, job: &Job, system: &System, cluster: &Cluster) -> Vec<Self> {
         let parallel = &job.config.parallelism;
         let replicas = parallel.dp * parallel.cp;
         let mesh = [parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep];
-        let stages = tried(keys, "parallelism.zero_stage", if replicas > 1 { vec![0, 1, 2, 3] } else { vec![0] });
+        let stages = tried(keys, ZERO_STAGE, if replicas > 1 { vec![0, 1, 2, 3] } else { vec![0] });
         let of = |stage: usize| {
             let job = job.with_config(|config| config.parallelism.zero_stage = stage);
             let offloaded = job.with_config(|config| config.memory.offload = OffloadWord::Optimizer);
             let mut keys = keys.clone();
-            keys.insert("parallelism.zero_stage".into(), (stage as i64).into());
+            keys.insert(ZERO_STAGE.into(), (stage as i64).into());
             let bound = (job.bound(system, cluster).0, offloaded.bound(system, cluster).1);
             Self { mesh, keys, bound, job }
         };

@@ -152,6 +152,9 @@ const KNOWN: [(&str, &str); 6] = [
     ("megatron-h100", include_str!("../systems/megatron-h100.toml")),
 ];
 
+/// The key of the states, gradients and weights that ranks share out.
+pub(crate) const ZERO_STAGE: &str = "parallelism.zero_stage";
+
 impl System {
     /// The names of the known systems.
     pub fn names() -> impl Iterator<Item = &'static str> {
@@ -186,6 +189,15 @@ impl System {
             Some(unknown) => Err(refuse(format!("fitted: there is no constant {unknown:?}"))),
             None => Ok(system),
         }
+    }
+
+    /// Its keys where this many ranks have the same parameters: one alone has nobody to share out with.
+    pub fn keys_of(&self, replicas: usize) -> BTreeMap<String, toml::Value> {
+        let mut keys = self.keys.clone();
+        if replicas < 2 {
+            keys.remove(ZERO_STAGE);
+        }
+        keys
     }
 
     /// The same with the constants that were measured on a cluster.

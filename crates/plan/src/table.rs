@@ -4,7 +4,7 @@ use crate::cluster::Cluster;
 use crate::count::Counter;
 use crate::error::PlanError;
 use crate::predict::{Job, Prediction};
-use crate::system::System;
+use crate::system::{System, ZERO_STAGE};
 use meshwork_train::config::Config;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -139,7 +139,7 @@ impl Table {
             None if tp > 1 => vocabulary.next_multiple_of(multiple * tp),
             None => vocabulary,
         };
-        let mut keys: BTreeMap<String, toml::Value> = system.keys.clone();
+        let mut keys = system.keys_of(dp * cp);
         let mut set = |key: &str, value: usize| _ = keys.insert(key.to_owned(), toml::Value::Integer(value as i64));
         set("training.steps", 0); // nothing runs here, so any number of ranks will do
         set("model.vocab_size", vocabulary);
@@ -167,7 +167,8 @@ impl Table {
                     return Err(refuse(format!("sharding = {other:?}: use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")));
                 }
             };
-            keys.insert("parallelism.zero_stage".into(), toml::Value::Integer(stage));
+            let stage = if dp * cp > 1 { stage } else { 0 };
+            keys.insert(ZERO_STAGE.into(), toml::Value::Integer(stage));
         }
         for (column, key) in [("kv_heads", "model.num_kv_heads"), ("ffn", "model.ffn_hidden_size")] {
             keys.extend(whole(column)?.map(|value| (key.to_owned(), toml::Value::Integer(value as i64))));

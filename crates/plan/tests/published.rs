@@ -127,6 +127,26 @@ fn thousands_of_cards_are_predicted() {
     assert_eq!(many.memory, some.memory);
 }
 
+/// A system that shares out states runs on one card too, where there is nobody to share them with.
+#[test]
+fn one_card_shares_nothing_out() {
+    let columns = "['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'tp', 'sharding']";
+    let rows = "[[1, 4, 1, 128, 4, 2, 64, 1, 'FULL_SHARD'], [2, 4, 1, 128, 4, 2, 64, 2, 'FULL_SHARD']]";
+    let text = format!("[table.a]\ncolumns = {columns}\nrows = {rows}");
+    for text in [text.clone(), text.replace(", 'sharding'", "").replace(", 'FULL_SHARD'", "")] {
+        let table = Table::from_toml("runs.toml", &text, "a").unwrap();
+        for name in System::names() {
+            let system = System::known(name).unwrap();
+            for row in table.rows("a", &system, &mut Counter::default()).unwrap() {
+                assert!(
+                    row.unwrap().job.predict(&system, &Cluster::known("dgx-a100").unwrap()).unwrap().fits,
+                    "{name}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn a_table_that_is_wrong_is_refused() {
     let read = |text: &str, name: &str| Table::from_toml("runs.toml", text, name).map(|_| ()).unwrap_err().to_string();

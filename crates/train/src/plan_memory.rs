@@ -147,7 +147,7 @@ fn combinations(config: &Config) -> Vec<Config> {
 /// How many tokens' logits, and how many tokens' inner features, may exist at a time: as many as now; logits of a chunk
 /// where all of them are wider than any other activation; inner features of as many tokens as a token has features
 /// where a rank has more, as ALST cuts its networks (arXiv:2506.13996).
-fn tokens_at_a_time(config: &Config) -> Vec<[usize; 2]> {
+pub fn tokens_at_a_time(config: &Config) -> Vec<[usize; 2]> {
     let (memory, model) = (&config.memory, &config.model);
     let wide = memory.loss_chunk == 0 && model.vocab_size > WIDEST * model.hidden_size;
     let long = memory.sequence_block == 0 && model.seq_len / config.parallelism.cp.max(1) > model.hidden_size;
@@ -184,7 +184,12 @@ pub(crate) fn too_large(config: &Config) -> Option<Fault> {
     let candidates = candidates(config);
     let holds = |candidate: &Candidate| size(candidate.most.total() as f64);
     let valid = match choose(&candidates, limit) {
-        (Some(fits), _) => format!("use {}, which takes {}", fits.settings(config), holds(fits)),
+        (Some(fits), _) => format!(
+            "use {}, which takes {}: of what fits it takes the least time by an estimate, and --plan-memory has the \
+             planner's times",
+            fits.settings(config),
+            holds(fits)
+        ),
         (None, Some(least)) => format!(
             "the least is {}, or {} bytes, with {}; use a larger limit, more ranks or a smaller model",
             holds(least),

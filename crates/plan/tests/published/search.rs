@@ -90,6 +90,14 @@ fn more_of_anything_never_has_a_slower_best_plan_of_experts() {
     never_slower(&keys);
 }
 
+/// The same of a model with logits and inner features wide enough to be computed a few tokens at a time.
+#[test]
+fn more_of_anything_never_has_a_slower_best_plan_with_some_tokens_at_a_time() {
+    let mut keys = wide();
+    keys.extend([("parallelism.tp".to_owned(), 1.into()), ("memory.recompute".to_owned(), "full".into())]);
+    never_slower(&keys);
+}
+
 fn never_slower(keys: &Keys) {
     let mut counter = Counter::default();
     type Change = fn(&mut Cluster, f64);
@@ -162,9 +170,7 @@ fn commands_of_the_best_hold_the_predicted_bytes() {
         assert!(found.best.len() > 1, "{more:?}");
         for plan in &found.best {
             let command = plan.command("gpt_train");
-            let config = Config::from_args(&Args::parse(command.split(' ').skip(1).chain(["--steps", "0"]))).unwrap();
-            let most = memory(&config).unwrap().iter().map(|of_rank| of_rank.total()).max().unwrap();
-            assert_eq!(plan.step.memory, most as f64, "{command}");
+            assert_eq!(plan.step.memory, bytes_of(&command), "{command}");
         }
     }
 }
@@ -191,6 +197,66 @@ fn the_traffic_of_experts_is_named() {
     assert_eq!(of(&alone.exposed), 0.0, "{:?}", alone.exposed);
     assert!(fast.exposed.contains_key("all_to_all (ep)"), "{:?}", fast.exposed);
     assert!(of(&slow.exposed) > of(&fast.exposed) && slow.seconds > fast.seconds);
+}
+
+/// A vocabulary of 16 times the features, and sequences of four times as many tokens.
+fn wide() -> Keys {
+    small(&[
+        ("training.micro_batch_size", 1.into()),
+        ("model.vocab_size", 1024.into()),
+        ("model.seq_len", 256.into()),
+        ("parallelism.pp", 1.into()),
+    ])
+}
+
+const AT_A_TIME: [&str; 2] = ["memory.loss_chunk", "memory.sequence_block"];
+
+/// Where a model fits only with the logits and the inner features of a few tokens at a time, the best plans have them,
+/// and their commands the predicted bytes. Where memory is no concern the best plan has all at once: nothing is
+/// computed twice.
+#[test]
+fn some_tokens_at_a_time_are_found_where_they_decide() {
+    let system = System::known("meshwork").unwrap();
+    let mut counter = Counter::default();
+    let mut keys = wide();
+    keys.extend([
+        ("memory.recompute".to_owned(), "full".into()),
+        ("memory.offload".to_owned(), "none".into()),
+        ("parallelism.tp".to_owned(), 1.into()),
+    ]);
+    let all = found(&keys, &system, &cluster(), usize::MAX, &mut counter);
+    assert!(AT_A_TIME.iter().all(|key| !all.best[0].keys.contains_key(*key)), "{}", all.best[0].command("x"));
+    let without: Keys = keys.clone().into_iter().chain(AT_A_TIME.map(|key| (key.to_owned(), 0.into()))).collect();
+    let plain = found(&without, &system, &cluster(), usize::MAX, &mut counter);
+    assert!(plain.points.len() < all.points.len(), "a key that is given as 0 is kept");
+    // Where nothing fits, the smallest plans are dry-run.
+    let smallest = |keys: &Keys, counter: &mut Counter| {
+        let mut tiny = cluster();
+        tiny.card.memory = 1e4;
+        let plan = found(keys, &system, &tiny, 4, counter).smallest.unwrap();
+        assert_eq!(plan.step.memory, bytes_of(&plan.command("gpt_train")));
+        plan
+    };
+    let (least, less) = (smallest(&without, &mut counter), smallest(&keys, &mut counter));
+    let command = less.command("gpt_train");
+    assert!(command.contains("memory.loss_chunk=64") && command.contains("memory.sequence_block=64"), "{command}");
+    assert!(less.step.memory < least.step.memory, "{} {}", less.step.memory, least.step.memory);
+    let mut tight = cluster();
+    tight.card.memory = least.step.memory - 1.0;
+    let found = found(&keys, &system, &tight, 4, &mut counter);
+    assert!(!found.best.is_empty());
+    for plan in &found.best {
+        let command = plan.command("gpt_train");
+        assert!(AT_A_TIME.iter().any(|key| plan.keys.contains_key(*key)), "{command}");
+        assert_eq!(plan.step.memory, bytes_of(&command), "{command}");
+    }
+}
+
+/// Bytes of the fullest rank, as this command prints them with `--steps 0`.
+fn bytes_of(command: &str) -> f64 {
+    let words = command.split(' ').skip(1).chain(["--steps", "0"]);
+    let config = Config::from_args(&Args::parse(words)).unwrap();
+    memory(&config).unwrap().iter().map(|of_rank| of_rank.total()).max().unwrap() as f64
 }
 
 /// Where nothing fits, the smallest plan says by how much.
