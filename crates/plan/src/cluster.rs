@@ -1,5 +1,6 @@
 //! A cluster as data: its cards, and the links between them.
 
+pub use crate::cores::Cores;
 use crate::error::{PlanError, named};
 use crate::system::Constants;
 use meshwork_train::config::{CARDS, choose_from};
@@ -19,7 +20,7 @@ pub struct Cluster {
     pub card: Card,
     /// Links between the cards of a host; 0 where a host has one card and no number is given.
     pub inside: f64,
-    /// Links between hosts; 0 where there is one host and no number is given.
+    /// Links between hosts, or the processes of a host; 0 where there is one host and no number is given.
     pub between: f64,
     /// The link of a card to its host's memory.
     pub host: f64,
@@ -32,20 +33,6 @@ pub struct Cluster {
     /// Constants of a system as measured here, by name. They replace the system's own:
     /// [`System::on`](crate::System::on).
     pub constants: BTreeMap<String, f64>,
-}
-
-/// Cores that all ranks of a host share. A core whose rank waits works for other ranks.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
-#[serde(deny_unknown_fields)]
-pub struct Cores {
-    /// How many there are.
-    pub count: usize,
-    /// How many times as fast a rank is that has all of them, against one while the others are busy: 1 to `count`.
-    pub help: f64,
-    /// The share of its time that a rank on a core of its own waits for ranks with as much work: no two cores are
-    /// equally fast at any moment.
-    #[serde(default)]
-    pub uneven: f64,
 }
 
 /// A card.
@@ -239,26 +226,18 @@ impl Cluster {
             cores,
             constants,
         };
+        let unshared = read.cores.and_then(|cores| cores.fault(read.cards_per_host));
         match () {
             () if read.cards() == 0 => {
                 Err(refuse(format!("{} hosts of {} cards", read.hosts, read.cards_per_host), "use at least 1 of each"))
             }
-            () if read.hosts > 1 && read.between > read.inside && read.cards_per_host > 1 => Err(refuse(
+            () if let Some((problem, valid)) = unshared => Err(refuse(problem, valid)),
+            () if read.together() > 1 && read.between > read.inside => Err(refuse(
                 format!(
                     "cards of different hosts reach {:.3e} B/s, those of one host {:.3e}",
                     read.between, read.inside
                 ),
                 "links.between is for each card, in bytes a second, and no faster than links.inside",
-            )),
-            () if read.cores.is_some_and(|of| of.count == 0 || !(1.0..=of.count as f64).contains(&of.help)) => {
-                Err(refuse(
-                    "cores.count and cores.help contradict each other".to_owned(),
-                    "count is at least 1; help, how many times as fast a rank is with all cores, is 1 to count",
-                ))
-            }
-            () if read.cores.is_some_and(|of| !(0.0..=1.0).contains(&of.uneven)) => Err(refuse(
-                "cores.uneven is no share".to_owned(),
-                "uneven, the share of its time that a rank waits for others with as much work, is 0 to 1",
             )),
             () if !read.card.products.iter().all(|[size, rate]| *size > 0.0 && *rate > 0.0 && rate.is_finite())
                 || read.card.products.windows(2).any(|pair| pair[0][0] >= pair[1][0]) =>
@@ -302,11 +281,7 @@ impl Cluster {
         let links =
             [("inside", inside), ("between", between), ("host", host)].into_iter().filter(|(_, rate)| **rate > 0.0);
         text.extend(links.map(|(name, rate)| format!("{name} = {rate:.3e}\n")));
-        text.extend(
-            self.cores.map(|of| {
-                format!("\n[cores]\ncount = {}\nhelp = {:.3}\nuneven = {:.3}\n", of.count, of.help, of.uneven)
-            }),
-        );
+        text.extend(self.cores.map(|cores| cores.to_toml()));
         if !self.constants.is_empty() {
             text += "\n[constants]\n";
             text.extend(self.constants.iter().map(|(name, value)| format!("{name} = {value:.3e}\n")));
@@ -321,7 +296,10 @@ impl Cluster {
     /// the links between them have no number.
     pub fn of_cards(&self, cards: usize) -> Result<Self, PlanError> {
         let each = self.cards_per_host;
-        if cards > 0 && self.hosts == 1 && self.cores.is_some() {
+        if let Some(cores) = self.cores.filter(|_| cards > 0 && self.hosts == 1) {
+            if let Some((problem, valid)) = cores.fault(cards) {
+                return Err(PlanError::File { file: self.name.clone(), problem, valid: valid.into() });
+            }
             // As many threads as one likes share the cores and the memory.
             let memory = self.card.memory * self.cards_per_host as f64 / cards as f64;
             return Ok(Self { cards_per_host: cards, card: Card { memory, ..self.card.clone() }, ..self.clone() });
@@ -343,22 +321,45 @@ impl Cluster {
         }
     }
 
-    /// All of its cards.
-    pub fn cards(&self) -> usize {
-        self.hosts * self.cards_per_host
+    /// The same with its ranks in so many processes of each host.
+    ///
+    /// # Errors
+    /// Cards, which have a process each; a number that does not divide the ranks of a host; processes whose links have
+    /// no number.
+    pub fn over(&self, processes: usize) -> Result<Self, PlanError> {
+        let refuse = |problem: String, valid: &str| PlanError::File {
+            file: self.name.clone(),
+            problem,
+            valid: valid.to_owned(),
+        };
+        let Some(cores) = self.cores else {
+            return Err(refuse("its ranks are cards".to_owned(), "only threads that share cores have processes"));
+        };
+        let cores = Cores { processes, ..cores };
+        if let Some((problem, valid)) = cores.fault(self.cards_per_host) {
+            return Err(refuse(problem, valid));
+        }
+        if processes > 1 && self.between == 0.0 {
+            let valid = "measure them by `mpirun -n 2 plan --measure FILE`, or give links.between";
+            return Err(refuse("the links between processes have no number".to_owned(), valid));
+        }
+        Ok(Self { cores: Some(cores), ..self.clone() })
+    }
+
+    /// Ranks that reach each other inside: those of a host, or of one of its processes.
+    pub(crate) fn together(&self) -> usize {
+        self.cards_per_host / self.cores.map_or(1, |cores| cores.processes).max(1)
     }
 
     /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
     /// that it takes on a core of its own.
     pub fn stretch(&self, active: f64) -> f64 {
-        let Some(Cores { count, help, uneven }) = self.cores else { return 1.0 };
-        let (count, waits) = (count as f64, if active > 1.0 { 1.0 + uneven } else { 1.0 });
-        if active >= count || count == 1.0 {
-            // More ranks than cores leave none of them idle.
-            return (active / count).max(waits);
-        }
-        // The cores that are left over help all ranks alike.
-        waits / (1.0 + (help - 1.0) * (count / active - 1.0) / (count - 1.0))
+        self.cores.map_or(1.0, |cores| cores.stretch(active))
+    }
+
+    /// All of its cards.
+    pub fn cards(&self) -> usize {
+        self.hosts * self.cards_per_host
     }
 
     /// The system that trains here unless another is named.
@@ -367,10 +368,10 @@ impl Cluster {
     }
 
     /// Bytes a second that each rank of a group sends to others of it at the same time, and whether the group is on
-    /// several hosts. `members` are world ranks in order: neighbours are on one host. A ring leaves a host once, and
-    /// has the links of all its members there.
+    /// several hosts, or in several processes of one. `members` are world ranks in order: neighbours are on one host. A
+    /// ring leaves a host once, and has the links of all its members there.
     pub fn rate(&self, members: &[usize]) -> (f64, bool) {
-        let host = |rank: usize| rank / self.cards_per_host;
+        let host = |rank: usize| rank / self.together();
         let of_hosts = members.chunk_by(|&one, &next| host(one) == host(next));
         match of_hosts.clone().count() {
             0 | 1 => (self.inside, false),

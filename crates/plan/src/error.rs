@@ -34,6 +34,9 @@ pub enum PlanError {
     /// A run that measures.
     #[error(transparent)]
     Run(#[from] meshwork_core::RunError),
+    /// Processes that do not meet.
+    #[error(transparent)]
+    Rank(#[from] meshwork_train::RankError),
     /// A schedule that nothing is known of.
     #[error(transparent)]
     UnknownSchedule(#[from] UnknownSchedule),

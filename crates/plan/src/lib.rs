@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod cluster;
+mod cores;
 mod count;
 mod disturbance;
 mod error;

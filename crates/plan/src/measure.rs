@@ -7,8 +7,9 @@
 //! ```
 //!
 //! All cores are busy at once, so that cores which are two threads of one, or share a cache or a limit of power, are
-//! measured as a run finds them. Other programs and virtual machines only slow a step down, so of equal steps the
-//! fastest counts. It takes a few seconds, on a machine that does nothing else; [`Disturbance`] says whether it did.
+//! measured as a run finds them. Of equal steps the median counts: they are a tenth as long as steps that one trains,
+//! and where a core's speed changes within a second, the fastest of short steps is faster than any long one. It takes a
+//! few seconds, on a machine that does nothing else; [`Disturbance`] says whether it did.
 
 use crate::cluster::{Card, Cluster, Cores};
 pub use crate::disturbance::Disturbance;
@@ -41,14 +42,16 @@ const SUMS: [usize; 2] = [1, 1 << 20];
 /// Sums of each.
 const TIMES: usize = 40;
 
-/// Steps as measured, of which the fastest counts.
+/// Steps as measured, each by its slowest rank.
 #[derive(Debug)]
 pub struct Steps {
-    /// Seconds of the fastest, on its slowest rank.
-    pub seconds: f64,
-    /// How many times as long the slowest took.
+    /// Seconds of the fastest.
+    pub fastest: f64,
+    /// Seconds of the median.
+    pub median: f64,
+    /// How many times as long as the fastest the slowest took.
     pub spread: f64,
-    /// Every rank's spans of the fastest.
+    /// Every rank's spans of the median.
     spans: Vec<Vec<Span>>,
 }
 
@@ -77,10 +80,13 @@ pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, Pla
     })?;
     let (times, spans): (Vec<Vec<f64>>, Vec<Vec<Span>>) = ends.into_iter().unzip();
     let each: Vec<f64> = (0..count).map(|step| times.iter().map(|of_rank| of_rank[step]).fold(0.0, f64::max)).collect();
-    let fastest = (0..count).min_by(|&a, &b| each[a].total_cmp(&each[b])).unwrap_or_default();
-    let seconds = each.get(fastest).copied().unwrap_or_default();
-    let spread = each.iter().copied().fold(0.0, f64::max) / seconds;
-    Ok(Steps { seconds, spread, spans: spans.into_iter().map(|of_rank| of_step(of_rank, fastest)).collect() })
+    let mut order: Vec<usize> = (0..count).collect();
+    order.sort_by(|&a, &b| each[a].total_cmp(&each[b]));
+    let at = |place: usize| order.get(place).map_or(0.0, |&step| each[step]);
+    let (fastest, slowest) = (at(0), at(count.saturating_sub(1)));
+    let median = order.get(count / 2).copied().unwrap_or_default();
+    let spans = spans.into_iter().map(|of_rank| of_step(of_rank, median)).collect();
+    Ok(Steps { fastest, median: at(count / 2), spread: slowest / fastest, spans })
 }
 
 /// The spans of a step, the first of which has number 0.
@@ -191,7 +197,7 @@ pub fn measure(
         if at + 1 == models.len() {
             largest.add(&run.spans);
             let one = steps(&model(sizes, 1)?, STEPS, false)?;
-            alone = one.seconds;
+            alone = one.median;
             parameters = meshwork_train::plan::predict(&config, 0)?.parameters as f64;
             spread = run.spread.max(one.spread);
         }
@@ -201,11 +207,9 @@ pub fn measure(
     let each = largest.update.nanos * 1e-9 / largest.update.amount / parameters;
     let uneven = (largest.waits * 1e-9 / largest.seconds()).clamp(0.0, 1.0);
     let help = (busy / alone).clamp(1.0, cores as f64);
-    let [latency, long] = if cores > 1 { sums(cores)? } else { [0.0, 0.0] };
-    // Of all members but one, twice: a sum scatters and gathers.
-    let bytes = 2.0 * (SUMS[1] * size_of::<f32>()) as f64 * (cores - 1) as f64 / cores as f64;
+    let [latency, link] = if cores > 1 { sums(&World::Threads(cores))? } else { [0.0, 0.0] };
     let (bandwidth, peak) = (all.moved.rate(), all.products.values().map(|spent| spent.rate()).fold(1.0, f64::max));
-    let link = if cores > 1 { bytes / (long - latency).max(1e-9) } else { bandwidth };
+    let link = if cores > 1 { link } else { bandwidth };
     let products = all.products.iter().map(|(size, spent)| [2f64.powi(*size), spent.rate()]).collect();
     let memory = memory_left().map_or(f64::MAX.sqrt(), |bytes| bytes as f64) / cores as f64;
     let constants = [
@@ -222,13 +226,13 @@ pub fn measure(
         cards_per_host: cores,
         card: Card { name: "core".into(), memory, bandwidth, bf16: peak, f32: peak, units: 1.0, products },
         inside: link,
-        between: link,
+        between: 0.0,
         host: bandwidth,
         price: None,
         source: format!(
             "measured by `cargo run --release --example plan -- --measure FILE`, all cores busy; {disturbance}"
         ),
-        cores: Some(Cores { count: cores, help, uneven }),
+        cores: Some(Cores { count: cores, help, uneven, processes: 1 }),
         constants: constants.map(|(name, value)| (name.to_owned(), value)).into(),
     };
     Ok((cluster, disturbance))
@@ -251,9 +255,20 @@ fn model([hidden, heads, tokens, samples]: [usize; 4], dp: usize) -> Result<Conf
     configured(&keys)
 }
 
-/// Seconds of a sum over all ranks, of a short and a long buffer: the median.
-fn sums(ranks: usize) -> Result<[f64; 2], RunError> {
-    let all = World::Threads(ranks).run(|world: Group| {
+/// The same cluster with what sums between processes take. Every process of `world` calls it, and has one rank of it.
+///
+/// # Errors
+/// A sum that fails.
+pub fn between(world: &World, cluster: &Cluster) -> Result<Cluster, PlanError> {
+    let [latency, link] = sums(world)?;
+    let mut cluster = Cluster { between: link.min(cluster.inside), ..cluster.clone() };
+    cluster.constants.insert("far_latency".to_owned(), latency);
+    Ok(cluster)
+}
+
+/// Seconds of a sum of almost nothing over all ranks, and bytes a second that each sends in a long one: medians.
+fn sums(world: &World) -> Result<[f64; 2], RunError> {
+    let all = world.run(|world: Group| {
         let mut found = [0.0; 2];
         for (seconds, elements) in found.iter_mut().zip(SUMS) {
             let mut buffer = Buffer::from_slice(&vec![1.0f32; elements]);
@@ -265,7 +280,11 @@ fn sums(ranks: usize) -> Result<[f64; 2], RunError> {
             }
             *seconds = median(times);
         }
-        Ok::<_, CommError>(found)
+        // To all members but one, twice: a sum scatters and gathers.
+        let [short, long] = found;
+        let bytes = 2.0 * (SUMS[1] * size_of::<f32>()) as f64 * (world.size() - 1) as f64 / world.size() as f64;
+        Ok::<_, CommError>([short, bytes / (long - short).max(1e-9)])
     })?;
-    Ok([0, 1].map(|at| all.iter().map(|found| found[at]).fold(0.0, f64::max)))
+    let of = |at: usize| all.iter().map(move |found| found[at]);
+    Ok([of(0).fold(0.0, f64::max), of(1).fold(f64::INFINITY, f64::min)])
 }

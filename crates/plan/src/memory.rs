@@ -28,7 +28,7 @@ fn machine(config: &Config) -> Result<Machine, PlanError> {
     let ranks = config.parallelism.world_size().unwrap_or(1);
     let name = match config.device {
         Device::Cpu => {
-            let cores = Some(Cores { count: ranks, help: 1.0, uneven: 0.0 });
+            let cores = Some(Cores { count: ranks, help: 1.0, uneven: 0.0, processes: 1 });
             let cluster = Cluster { cards_per_host: ranks, cores, ..Cluster::known("cores")? };
             return Ok(Machine { cluster, system: System::known("meshwork-cpu")? });
         }

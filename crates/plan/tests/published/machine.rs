@@ -62,7 +62,7 @@ fn ranks_share_cores() {
     }
     assert_eq!(Cluster::known("dgx-h100").unwrap().stretch(8.0), 1.0);
     // Two ranks wait for the slower core; a rank alone does not, and of more ranks than cores some always have work.
-    let uneven = Cluster { cores: Some(Cores { count: 2, help: 1.5, uneven: 0.1 }), ..machine.clone() };
+    let uneven = Cluster { cores: Some(Cores { count: 2, help: 1.5, uneven: 0.1, processes: 1 }), ..machine.clone() };
     for (ranks, stretch) in [(1.0, 1.0 / 1.5), (2.0, 1.1), (3.0, 1.5)] {
         assert!((uneven.stretch(ranks) - stretch).abs() < 1e-12, "{ranks}: {}", uneven.stretch(ranks));
     }
@@ -84,13 +84,57 @@ fn more_ranks_than_cores_gain_nothing() {
     };
     let on = |ranks: usize| machine().of_cards(ranks).unwrap();
     let (one, two) = (seconds(&[], &on(1)), seconds(&[("parallelism.dp", 2)], &on(2)));
-    let (eight, four) = (seconds(&[("parallelism.dp", 8)], &on(8)), Cores { count: 4, help: 3.0, uneven: 0.0 });
+    let (eight, four) =
+        (seconds(&[("parallelism.dp", 8)], &on(8)), Cores { count: 4, help: 3.0, uneven: 0.0, processes: 1 });
     assert!(two < one && one < 1.5 * two && eight >= two, "{one} {two} {eight}");
     let pipeline = [("parallelism.pp", 2)];
     let (staged, whole) = (seconds(&pipeline, &on(2)), one);
     assert!(staged > 0.6 * whole && staged < 1.5 * whole, "{staged} {whole}");
     let more = Cluster { cores: Some(four), ..on(8) };
     assert!(seconds(&[("parallelism.dp", 8)], &more) < eight);
+}
+
+/// Ranks of a process reach each other through memory, those of two processes over a slower link, which only what they
+/// send each other takes.
+#[test]
+fn ranks_are_shared_out_over_processes() {
+    let text = MACHINE.replace("between = 1e10", "between = 1e8").replace("launch = 5e-6", "far_latency = 1e-3");
+    let machine = Cluster::from_toml("machine.toml", &text).unwrap();
+    let (threads, two) = (machine.of_cards(4).unwrap(), machine.of_cards(4).unwrap().over(2).unwrap());
+    assert_eq!([&[0, 1][..], &[2, 3], &[0, 2]].map(|members| two.rate(members).1), [false, false, true]);
+    assert!(!threads.rate(&[0, 2]).1 && two.stretch(4.0) == threads.stretch(4.0));
+    let system = System::known(machine.system()).unwrap().on(&machine);
+    let seconds = |degrees: &[(&str, i64)], cluster: &Cluster| {
+        let job = Job::new(configured(&keys(degrees)).unwrap(), &mut Counter::default()).unwrap();
+        job.predict(&system, cluster).unwrap().seconds
+    };
+    // Ranks of tp are neighbours, in one process: the sum of gradients alone goes between the two.
+    let (dp, tp) = ([("parallelism.dp", 4)], [("parallelism.tp", 2), ("parallelism.dp", 2)]);
+    for degrees in [&dp[..], &tp] {
+        assert!(seconds(degrees, &two) > seconds(degrees, &threads), "{degrees:?}");
+    }
+    let inside = Cluster { inside: 1e8, ..two.clone() };
+    assert!(seconds(&tp, &inside) > seconds(&tp, &two));
+    let fault = |cluster: &Cluster, processes: usize| cluster.over(processes).unwrap_err().to_string();
+    assert_eq!(fault(&threads, 3), "two cores: 3 processes for 4 ranks of a host; use a number that divides them");
+    assert_eq!(
+        fault(&Cluster { between: 0.0, ..threads.clone() }, 2),
+        "two cores: the links between processes have no number; \
+         measure them by `mpirun -n 2 plan --measure FILE`, or give links.between"
+    );
+    let cards = Cluster::known("dgx-h100").unwrap();
+    assert_eq!(fault(&cards, 2), "NVIDIA DGX H100: its ranks are cards; only threads that share cores have processes");
+    assert_eq!(Cluster::from_toml("again.toml", &two.to_toml()).unwrap(), two);
+}
+
+/// What is measured between processes has no part of what is measured inside one. Threads stand for them here.
+#[test]
+fn links_between_processes_are_added_to_a_machine() {
+    let found = measure::between(&meshwork_core::World::Threads(2), &machine()).unwrap();
+    let (latency, between) = (found.constants["far_latency"], found.between);
+    assert!(latency > 0.0 && latency < 1.0 && between > 1e6 && between <= found.inside, "{latency} {between}");
+    let constants = machine().constants;
+    assert_eq!(Cluster { between: machine().between, constants, ..found }, machine());
 }
 
 /// A search on cores trains in f32, and its command names no card.
@@ -171,7 +215,7 @@ fn this_machine_is_measured() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_machine_that_is_busy_says_so() {
-    let spin = || std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+    let spin = || std::process::Command::new("sh").args(["-c", "while kill -0 $PPID; do :; done"]).spawn().unwrap();
     let mut others: Vec<_> = (0..meshwork_core::pool::threads()).map(|_| spin()).collect();
     let measured = measure::measure(&measure::MODELS[1..2], &mut |_, _, _| {});
     others.iter_mut().for_each(|other| other.kill().and_then(|()| other.wait()).map(drop).unwrap());

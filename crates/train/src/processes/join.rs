@@ -251,11 +251,30 @@ pub fn world(mesh: &Mesh) -> Result<World, RankError> {
         }
         size => size.map_or(1, |processes| ranks / processes),
     };
-    let host = hash(gethostname::gethostname().as_encoded_bytes());
-    let options = Options { ranks_per_process, host, ..Options::default() };
-    let runtime = meet(&launch, library, options, &AtomicBool::new(false))?;
+    let runtime = meet(&launch, library, options(ranks_per_process), &AtomicBool::new(false))?;
     runtime.arrange(mesh.degree(Axis::Tp));
     Ok(runtime.world())
+}
+
+/// The processes that a launcher started, each with one rank of a world; `None` of a process by itself. MPI joins them
+/// where the launcher starts it, else TCP.
+///
+/// # Errors
+/// A launch that cannot be joined.
+pub fn of_processes() -> Result<Option<World>, RankError> {
+    let Some(launch) = detect(&environment())?.filter(Launch::has_others) else { return Ok(None) };
+    let never = AtomicBool::new(false);
+    let runtime = match launch.launcher.joins_mpi() {
+        true => meet(&launch, Library::find()?, options(1), &never)?,
+        false => Runtime::meet(Meeting::of(&launch, &environment())?, options(1), &never)?,
+    };
+    Ok(Some(runtime.world()))
+}
+
+/// Those of a program without a configuration.
+fn options(ranks_per_process: usize) -> Options {
+    let host = hash(gethostname::gethostname().as_encoded_bytes());
+    Options { ranks_per_process, host, ..Options::default() }
 }
 
 impl From<MpiError> for RankError {

@@ -13,7 +13,7 @@ mod straggler;
 
 pub(crate) use handshake::Handshake;
 pub(crate) use join::Joined;
-pub use join::world;
+pub use join::{of_processes, world};
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
