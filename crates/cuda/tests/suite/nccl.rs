@@ -109,6 +109,10 @@ impl Worlds for OverNccl {
         20
     }
 
+    fn short(&self) -> Duration {
+        Duration::from_secs(1) // a rank makes its device first
+    }
+
     fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
         let devices = devices(Order::Seeded(ranks as u64), ranks)?;
         let ran = World::Threads(ranks).run_with(Options { timeout }, |world| {

@@ -149,7 +149,7 @@ fn sum(world: &Group) -> Result<i64, CommError> {
 
 /// The worlds beside a world go on when it has stopped, and do not time out.
 fn a_fork_lives_apart_from_its_world(worlds: &dyn Worlds) {
-    let timeout = Duration::from_millis(100);
+    let timeout = worlds.short() / 2;
     let ended = worlds.run(3, timeout, &|world| {
         let [first, second] = [world.fork("first")?, world.fork("second")?];
         assert_eq!((first.name(), first.world_ranks(), second.name()), ("first", &[0, 1, 2][..], "second"));
