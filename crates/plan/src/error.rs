@@ -36,7 +36,7 @@ pub enum PlanError {
     Run(#[from] meshwork_core::RunError),
     /// Processes that do not meet.
     #[error(transparent)]
-    Rank(#[from] meshwork_train::RankError),
+    Rank(Box<meshwork_train::RankError>),
     /// A schedule that nothing is known of.
     #[error(transparent)]
     UnknownSchedule(#[from] UnknownSchedule),
@@ -45,6 +45,12 @@ pub enum PlanError {
     Shape(#[from] ShapeError),
 }
 debug_as_display!(PlanError);
+
+impl From<meshwork_train::RankError> for PlanError {
+    fn from(error: meshwork_train::RankError) -> Self {
+        Self::Rank(Box::new(error))
+    }
+}
 
 /// The text that comes with the planner under this name.
 pub(crate) fn named<'a>(kind: &'static str, all: &[(&str, &'a str)], name: &str) -> Result<&'a str, PlanError> {
