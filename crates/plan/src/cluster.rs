@@ -321,7 +321,7 @@ impl Cluster {
         }
     }
 
-    /// The same with its ranks in so many processes of each host.
+    /// This cluster with the ranks of each host divided evenly over `processes` processes.
     ///
     /// # Errors
     /// Cards, which have a process each; a number that does not divide the ranks of a host; processes whose links have
@@ -351,8 +351,8 @@ impl Cluster {
         self.cards_per_host / self.cores.map_or(1, |cores| cores.processes).max(1)
     }
 
-    /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
-    /// that it takes on a core of its own.
+    /// The slowdown of each rank when `active` ranks of a host compute at once: its time over that of a rank with a
+    /// core of its own.
     pub fn stretch(&self, active: f64) -> f64 {
         self.cores.map_or(1.0, |cores| cores.stretch(active))
     }

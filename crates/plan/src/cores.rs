@@ -40,8 +40,8 @@ impl Cores {
             .then(|| (format!("{processes} processes for {ranks} ranks of a host"), "use a number that divides them"))
     }
 
-    /// How many times as long the work of each of so many ranks takes that compute at once on a host, over the time
-    /// that it takes on a core of its own.
+    /// The slowdown of each rank when `active` ranks of a host compute at once: its time over that of a rank with a
+    /// core of its own.
     pub(crate) fn stretch(&self, active: f64) -> f64 {
         let Self { count, help, uneven, .. } = *self;
         let (count, waits) = (count as f64, if active > 1.0 { 1.0 + uneven } else { 1.0 });

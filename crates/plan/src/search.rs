@@ -53,7 +53,7 @@ const LEAST_TOKENS: usize = 1024;
 /// A stage may have this much more than an even share of the layers.
 const UNEVEN: f64 = 1.25;
 
-/// Plans that are dry-run where nothing fits: so many of the smallest.
+/// The number of smallest plans that are dry-run if no plan fits.
 const SMALLEST: usize = 4;
 
 /// A configuration with everything but its schedule, and the seconds and bytes that none of its plans goes below.

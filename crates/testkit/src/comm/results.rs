@@ -77,7 +77,7 @@ macro_rules! half_oracle {
 }
 half_oracle!(bf16, f16);
 
-/// After so many elements those of a large operation repeat: a prime, so that its pieces all differ.
+/// The inputs of a large operation repeat with this period. It is prime, so that no two pieces hold the same elements.
 const PERIOD: usize = 4093;
 
 /// The inputs of all ranks of a group, which every rank can compute, and their reductions.
@@ -92,12 +92,12 @@ impl Inputs {
         Inputs { ranks: group.size(), in_tree: group.reduction_order() == ReductionOrder::BalancedTree }
     }
 
-    /// The elements of a rank, which repeat.
+    /// The elements of a rank: its period, repeated.
     fn elements<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
         self.period(rank, count).into_iter().cycle().take(count).collect()
     }
 
-    /// The elements of a rank, of which only the first are drawn.
+    /// The first [`PERIOD`] elements of a rank, drawn at random.
     fn period<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
         let mut rng = Rng::new((rank * 1_000_003 + count) as u64);
         let draw = |_| if self.in_tree { T::random(&mut rng) } else { T::small(&mut rng) };

@@ -1,4 +1,4 @@
-//! What carries the elements between the processes of a run, and the settings that contradict it.
+//! The carrier of elements between the processes of a run (memory, MPI, TCP or NCCL), and settings that contradict it.
 
 use super::meets_over_tcp;
 use crate::config::{Config, ContextMethod, Device, Fault, ReductionName};
@@ -25,7 +25,7 @@ impl Carrier {
     }
 }
 
-/// What is to be said of settings of which what carries the elements makes nothing, or something else.
+/// Notices about settings that have no effect, or another effect, with this carrier.
 pub(super) fn notices(config: &Config) -> Vec<String> {
     let (carrier, comm) = (Carrier::of(config), &config.comm);
     let native = (comm.reduction == ReductionName::Native).then_some(match carrier {
