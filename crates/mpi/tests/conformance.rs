@@ -73,7 +73,7 @@ impl Worlds for Over {
 
     fn short(&self) -> Duration {
         // More processes than cores wait longer for one.
-        Duration::from_secs(if self.runtime.processes() < 8 { 1 } else { 2 })
+        Duration::from_millis(if self.runtime.processes() < 8 { 500 } else { 1000 })
     }
 
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World> {

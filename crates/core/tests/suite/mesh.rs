@@ -33,7 +33,8 @@ fn run_mesh_gives_every_thread_its_rank() {
         }
         _ => world.barrier(),
     });
-    assert!(error.unwrap_err().cause.contains("rank 5 made no progress for 100ms"), "the options hold");
+    // On a busy machine another rank may get no core for as long.
+    assert!(error.unwrap_err().cause.contains(" made no progress for 100ms"), "the options hold");
 }
 
 /// What each group of each rank sums to, against the definition: ranks that are equal on all other axes.

@@ -49,7 +49,7 @@ impl Worlds for OverProcesses {
     }
 
     fn short(&self) -> Duration {
-        Duration::from_secs(1)
+        Duration::from_millis(500)
     }
 
     /// The unique id comes from rank 0.

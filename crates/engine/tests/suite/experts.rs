@@ -24,6 +24,7 @@ use meshwork_tensor::Shape;
 use meshwork_tensor::op::Order;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;
+use meshwork_testkit::Sampled;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -168,10 +169,10 @@ fn every_mesh_has_the_bits_of_one_rank() {
         ("bias, in blocks", Arc::new(llama().sequence_block(8))),
         ("bias, sequence parallel", Arc::new(llama().sequence_parallel(true))),
     ];
-    for (name, model) in &models {
+    for (turn, (name, model)) in models.iter().enumerate() {
         let (reports, state) = train(model, "dp=1", "1f1b", 1, numerics, Recompute::None);
         assert!(reports[STEPS - 1].loss.is_finite());
-        for (mesh, schedule, micros, recompute) in MESHES {
+        for (mesh, schedule, micros, recompute) in MESHES.into_iter().sampled_in_turn(2, turn) {
             let what = format!("{name}: {mesh} {schedule} {micros} {recompute:?}");
             let (found, after) = train(model, mesh, schedule, micros, numerics, recompute);
             for (found, wanted) in found.iter().zip(&reports) {
@@ -219,9 +220,9 @@ fn experts_of_cut_sequences_have_the_bits_of_one_rank() {
             Arc::new(llama().sequence_parallel(true).context_parallel(plain()).sequence_block(11)),
         ),
     ];
-    for (name, model) in &models {
+    for (turn, (name, model)) in models.iter().enumerate() {
         let (reports, state) = train(model, "dp=1", "1f1b", 1, numerics, Recompute::None);
-        for (mesh, schedule, micros, recompute) in CUT {
+        for (mesh, schedule, micros, recompute) in CUT.into_iter().sampled_in_turn(2, turn) {
             let what = format!("{name}: {mesh} {schedule} {micros} {recompute:?}");
             let (found, after) = train(model, mesh, schedule, micros, numerics, recompute);
             for (found, wanted) in found.iter().zip(&reports) {
@@ -254,8 +255,8 @@ fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
     };
     let run = |model: &Arc<dyn Model>, plan: Plan| train_plan(model, &plan, AtCuts::AsTrained);
     let one = models(None, 0).map(|(_, model)| run(&model, descend("dp=1", 1)));
-    for (mesh, schedule, micros, recompute) in CUT {
-        for order in [Order::default(), Order::zigzag(4)] {
+    for (turn, (mesh, schedule, micros, recompute)) in CUT.into_iter().enumerate() {
+        for order in [Order::default(), Order::zigzag(4)].into_iter().sampled_in_turn(2, turn) {
             for ((name, model), (before, reports, state)) in models(cut(order.clone(), 4), 4).iter().zip(&one) {
                 let schedule = ScheduleSpec::named(schedule).unwrap();
                 let what = format!("{name}: {mesh} {micros} {recompute:?} {order:?}");

@@ -1,6 +1,6 @@
 //! All kinds of faults between ranks: the error of each rank, and that no rank waits for the timeout.
 
-use super::{PATIENT, Worlds, cases, fails, passes, told};
+use super::{PATIENT, Worlds, cases, fails, in_time, passes, passes_in_time, told};
 use meshwork_core::comm::{Activity, Fault, FaultKind};
 use meshwork_core::{Buffer, Cause, CommError, DType, Group, ReduceOp, RunError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -249,11 +249,10 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
 }
 
 fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
-    let short = worlds.short();
-    let error = fails(worlds, 4, short, |world| match world.rank() {
+    let chain = |world: &Group, timeout: Duration| match world.rank() {
         // 0 waits for 1, 1 for 2, 2 for 3, which sleeps.
         3 => {
-            sleep(6 * short);
+            sleep(6 * timeout);
             Ok(world.send(zeros(1), 2, 0).map(drop)?)
         }
         rank => {
@@ -263,13 +262,17 @@ fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
             }
             Ok(())
         }
-    });
-    let Some(error) = error else { return };
+    };
+    let third = |error: &RunError| {
+        error.fault.as_ref().is_some_and(|fault| matches!(fault.kind, FaultKind::Timeout { rank: 3, .. }))
+    };
+    let run = |timeout| fails(worlds, 4, timeout, |world| chain(world, timeout));
+    let Some((timeout, error)) = in_time(worlds, run, third) else { return };
     let fault = fault(&error);
     let FaultKind::Timeout { rank: 3, chain, .. } = &fault.kind else { panic!("{fault}") };
     assert_eq!(chain.last(), Some(&3));
     let text = fault.kind.to_string();
-    assert!(text.starts_with(&format!("rank 3 made no progress for {short:?}: rank ")), "{text}");
+    assert!(text.starts_with(&format!("rank 3 made no progress for {timeout:?}: rank ")), "{text}");
     assert!(text.ends_with("rank 2, which waits for rank 3") || text.ends_with("rank 2 waits for rank 3"));
     assert_eq!(fault.ranks[3].to_string(), format!("rank 3 computes, {}", worlds.joined()));
     assert!(fault.ranks[1].to_string().starts_with("rank 1 waits in world #0 recv"));
@@ -279,17 +282,15 @@ fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
 }
 
 fn heartbeats_keep_a_slow_rank_alive(worlds: &dyn Worlds) {
-    let short = worlds.short();
-    let ended = worlds.run(2, short, &|world| {
+    passes_in_time(worlds, 2, |world, timeout| {
         if world.rank() == 1 {
             for _ in 0..100 {
-                sleep(short / 20); // five timeouts altogether
+                sleep(timeout / 20); // five timeouts altogether
                 world.heartbeat();
             }
         }
         Ok(world.barrier()?)
     });
-    assert!(ended.is_none_or(|ended| ended.is_ok()));
 }
 
 fn the_first_fault_is_told_to_every_rank_and_to_later_operations(worlds: &dyn Worlds) {
@@ -311,17 +312,19 @@ fn the_first_fault_is_told_to_every_rank_and_to_later_operations(worlds: &dyn Wo
 
 /// A process that fails before its rank runs ends the world as the rank does. A rank is not late while it prepares.
 fn a_process_that_cannot_prepare_ends_the_world(worlds: &dyn Worlds) {
-    let short = worlds.short();
     if let Some(world) = worlds.world(3, PATIENT) {
         let ended = world
             .prepare(|| if world.leads() { Err(Cause::from("no such device")) } else { Ok(()) })
             .and_then(|()| world.run(|world| world.barrier()));
         assert_eq!(ended.map_err(|error| error.cause).unwrap_err(), "rank 0 returned an error: no such device");
     }
-    let Some(world) = worlds.world(2, short) else { return };
-    let prepared = world.prepare(|| {
-        sleep(if world.leads() { 5 * short } else { short / 9 });
-        Ok::<_, CommError>(())
-    });
-    assert!(prepared.and_then(|()| world.run(|world| world.barrier())).is_ok());
+    let prepared = |timeout: Duration| {
+        let world = worlds.world(2, timeout)?;
+        let prepared = world.prepare(|| {
+            sleep(if world.leads() { 5 * timeout } else { timeout / 9 });
+            Ok::<_, CommError>(())
+        });
+        Some(prepared.and_then(|()| world.run(|world| world.barrier())))
+    };
+    assert!(in_time(worlds, prepared, Result::is_ok).is_none_or(|(_, end)| end.is_ok()));
 }

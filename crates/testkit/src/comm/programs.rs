@@ -1,6 +1,6 @@
 //! Random programs with one rank that departs from them: every world ends, and every rank gets the reason.
 
-use super::{PATIENT, Worlds, cases, passes, told};
+use super::{PATIENT, Worlds, cases, in_time, passes, told};
 use crate::Rng;
 use crate::faults::{Departure, Injection, Program, ProgramError};
 use meshwork_core::comm::{Fault, FaultKind, record};
@@ -56,21 +56,21 @@ fn round(worlds: &dyn Worlds, seed: u64) {
     {
         panic!("seed {seed}, without a fault: {error}");
     }
-    // Stalls cost their timeout each, so they are fewer. On a busy machine another rank may make no progress for as
-    // long as the shortest timeout: a stall is tried again with more.
-    let stalls = seed.is_multiple_of(16);
-    let timeouts = if stalls { [1, 10, 100].map(|times| times * worlds.short() / 2).to_vec() } else { vec![PATIENT] };
     let departure = rng.pick(&Departure::AT_ONCE);
     let injection = program.random_injection(&mut rng, departure);
-    for (at, &timeout) in timeouts.iter().enumerate() {
-        let departure = if stalls { Departure::Stall(3 * timeout) } else { departure };
-        let injection = Injection { departure, ..injection };
-        match run(Some(injection), timeout) {
-            None => {}
-            Some(Ok(())) => panic!("seed {seed}: {injection:?} went unnoticed"),
-            Some(Err(error)) if at + 1 < timeouts.len() && !blames(&error, injection.rank) => {}
-            Some(Err(error)) => return check(&error, injection),
-        }
+    // Stalls cost their timeout each, so they are fewer.
+    let end = if seed.is_multiple_of(16) {
+        let stall = |timeout| Injection { departure: Departure::Stall(3 * timeout), ..injection };
+        let blamed = |end: &Result<(), RunError>| end.as_ref().is_err_and(|error| blames(error, injection.rank));
+        in_time(worlds, |timeout| run(Some(stall(timeout)), timeout), blamed)
+            .map(|(timeout, end)| (stall(timeout), end))
+    } else {
+        run(Some(injection), PATIENT).map(|end| (injection, end))
+    };
+    match end {
+        None => {}
+        Some((injection, Ok(()))) => panic!("seed {seed}: {injection:?} went unnoticed"),
+        Some((injection, Err(error))) => check(&error, injection),
     }
 }
 

@@ -138,10 +138,10 @@ impl Operation {
         if !theirs.agrees(info) {
             return Some(((first, theirs.clone()), (me, info.clone())));
         }
-        let Op::AllToAll { send_counts, recv_counts } = &post.call.op else { return None };
+        let Op::AllToAll { send_counts, recv_counts } = post.op() else { return None };
         self.slots.iter().enumerate().find_map(|(other, theirs)| {
             let Slot::Posted { post: theirs, .. } = theirs else { return None };
-            let Op::AllToAll { send_counts: sends, recv_counts: receives } = &theirs.call.op else {
+            let Op::AllToAll { send_counts: sends, recv_counts: receives } = theirs.op() else {
                 return None;
             };
             let them = self.ranks[other];

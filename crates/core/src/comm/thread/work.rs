@@ -42,6 +42,8 @@ pub(super) struct Post {
     /// Dropped before the buffers of `call`.
     device: Option<OnDevice>,
     pub(super) call: Call,
+    /// The operation whose elements take another way, where members only meet.
+    pub(super) meets: Option<Op>,
     source: *const u8,
     target: *mut u8,
 }
@@ -54,14 +56,19 @@ impl Post {
     pub(super) fn new(mut call: Call) -> Result<Post, PostError> {
         if let Some(device) = OnDevice::new(&call)? {
             let (source, target) = (std::ptr::null(), std::ptr::null_mut());
-            return Ok(Post { device: Some(device), call, source, target });
+            return Ok(Post { device: Some(device), call, meets: None, source, target });
         }
         let target = match &mut call.output {
             Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
             None => std::ptr::null_mut(),
         };
         let source = if let Some(input) = &call.input { input.as_bytes()?.as_ptr() } else { target.cast_const() };
-        Ok(Post { device: None, call, source, target })
+        Ok(Post { device: None, call, meets: None, source, target })
+    }
+
+    /// What members compare.
+    pub(super) fn op(&self) -> &Op {
+        self.meets.as_ref().unwrap_or(&self.call.op)
     }
 
     /// Delivers a whole message without copying it, if both ends own blocks of the same size that nothing else refers

@@ -7,7 +7,7 @@ use super::work::{Post, PostError};
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
 use crate::comm::{
-    Activity, Call, CommError, Communicator, Ended, Membership, OpInfo, OpKind, Pending, ReductionOrder, Site,
+    Activity, Call, CommError, Communicator, Ended, Membership, Op, OpInfo, OpKind, Pending, ReductionOrder, Site,
     check_members,
 };
 use crate::pool;
@@ -249,6 +249,41 @@ pub(super) fn communicator(world: &Arc<World>, rank: usize) -> Arc<dyn Communica
     Arc::new(ThreadComm { life, group: 0, member: rank, name, ranks })
 }
 
+impl ThreadComm {
+    /// What others compare of a call. It is checked again, although `Group` has checked, because the pieces of work use
+    /// pointers and rely on it.
+    fn checked(&self, call: &Call) -> Result<OpInfo, CommError> {
+        call.check(self.member, self.size()).map_err(|error| error.on(self, call.op.kind()))?;
+        Ok(call.info(&self.ranks))
+    }
+
+    /// Begins an operation that others compare by `info`, and by its parts or those of the one that `meets`.
+    fn begin(&self, call: Call, info: OpInfo, meets: Option<Op>) -> Result<Pending, CommError> {
+        let (world, rank, kind) = (&self.life.world, self.life.rank, call.op.kind());
+        world.beat(rank);
+        let mut post = Post::new(call).map_err(|error| match error {
+            PostError::Comm(error) => error,
+            PostError::Device(message) => {
+                CommError::Backend { op: kind, group: self.name.to_string(), world_rank: rank, message }
+            }
+        })?;
+        post.meets = meets;
+        let (key, slot, mut claim) = world.with(|state| {
+            let posted = state.post(self.group, self.member, post, info.clone());
+            posted.map(|(key, slot)| (key, slot, state.claim(key)))
+        })?;
+        while let Some(work) = claim {
+            let ran = work.run();
+            claim = world.with(|state| {
+                state.finish(&work, ran, rank);
+                state.claim(key)
+            });
+        }
+        let life = Arc::clone(&self.life);
+        Ok(Pending::new(ThreadPending { life, key, slot, info, group: Arc::clone(&self.name), taken: false }))
+    }
+}
+
 impl Communicator for ThreadComm {
     fn rank(&self) -> usize {
         self.member
@@ -267,30 +302,13 @@ impl Communicator for ThreadComm {
     }
 
     fn start(&self, call: Call) -> Result<Pending, CommError> {
-        let (world, rank, kind) = (&self.life.world, self.life.rank, call.op.kind());
-        // Checked again, although `Group` has checked, because the pieces of work use pointers and rely on it.
-        call.check(self.member, self.size()).map_err(|error| error.on(self, kind))?;
-        world.beat(rank);
-        let info = call.info(&self.ranks);
-        let post = Post::new(call).map_err(|error| match error {
-            PostError::Comm(error) => error,
-            PostError::Device(message) => {
-                CommError::Backend { op: kind, group: self.name.to_string(), world_rank: rank, message }
-            }
-        })?;
-        let (key, slot, mut claim) = world.with(|state| {
-            let posted = state.post(self.group, self.member, post, info.clone());
-            posted.map(|(key, slot)| (key, slot, state.claim(key)))
-        })?;
-        while let Some(work) = claim {
-            let ran = work.run();
-            claim = world.with(|state| {
-                state.finish(&work, ran, rank);
-                state.claim(key)
-            });
-        }
-        let life = Arc::clone(&self.life);
-        Ok(Pending::new(ThreadPending { life, key, slot, info, group: Arc::clone(&self.name), taken: false }))
+        let info = self.checked(&call)?;
+        self.begin(call, info, None)
+    }
+
+    fn meet(&self, call: &Call) -> Result<Pending, CommError> {
+        let info = self.checked(call)?;
+        self.begin(call.without_elements(self.size()), info, Some(call.op.clone()))
     }
 
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {

@@ -18,6 +18,7 @@ use meshwork_optim::{Rule, Sgd};
 use meshwork_tensor::op::{Order, Rotary};
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Category, Device};
+use meshwork_testkit::Sampled;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 
@@ -163,15 +164,16 @@ const METHODS: [Method; 4] = [Method::AllGather, Method::AllToAll, Method::Ring,
 #[test]
 fn a_language_model_over_cp_has_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 4 };
-    for case in [
+    let cases = [
         Case { dropout: 0.2, tied: false, sequence_block: 11, ..PLAIN }, // 2 tokens of each of 4 reduction blocks
         Case { loss_chunk: 3, ..PLAIN },                                 // a tied table
         Case { kv_heads: 2, loss_chunk: 2, sequence_block: 1, ..PLAIN },
         Case { kv_heads: 1, boundary: Boundary::Attention, window: Some(5), ..PLAIN },
-    ] {
+    ];
+    for (turn, case) in cases.into_iter().enumerate() {
         let context = |method| Some(ContextParallel::new(method, Order::default(), 1));
         let one = case.train(context(Method::AllGather), &plan("cp=1", numerics), false);
-        for (method, (mesh, cut_over_tp, micros, stage, recompute, behind)) in METHODS.into_iter().flat_map(|method| {
+        let ways = METHODS.into_iter().flat_map(|method| {
             [
                 ("cp=2", false, 1, ZeroStage::Off, Recompute::None, false),
                 ("tp=2,cp=2", false, 2, ZeroStage::Off, Recompute::Selective, false),
@@ -181,7 +183,9 @@ fn a_language_model_over_cp_has_the_bits_of_one_rank() {
                 ("pp=2,cp=2", false, 2, ZeroStage::Off, Recompute::None, false),
             ]
             .map(|way| (method, way))
-        }) {
+        });
+        for (method, way) in ways.sampled_in_turn(4, turn) {
+            let (mesh, cut_over_tp, micros, stage, recompute, behind) = way;
             let case = Case { cut_over_tp, ..case };
             let zero = Zero { stage, group: None };
             let plan = Plan { num_microbatches: Some(micros), zero, recompute, ..plan(mesh, numerics) };
@@ -199,7 +203,7 @@ fn a_language_model_over_cp_has_the_bits_of_one_rank() {
 #[test]
 fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
     let numerics = Numerics::Fast;
-    for case in [
+    let cases = [
         PLAIN,
         Case { seq: 13, loss_chunk: 3, sequence_block: 3, ..PLAIN },
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Attention, ..PLAIN },
@@ -207,16 +211,18 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
         Case { boundary: Boundary::Attention, ..PLAIN },
         Case { window: Some(3), ..PLAIN },
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Positions, window: Some(6), ..PLAIN },
-    ] {
+    ];
+    for (turn, case) in cases.into_iter().enumerate() {
         let one = Case { sequence_block: 0, ..case }.train(None, &plan("tp=1", numerics), false);
-        for method in METHODS {
-            for (mesh, cut_over_tp, order, behind) in [
+        for (at, method) in METHODS.into_iter().enumerate() {
+            let ways = [
                 ("cp=2", false, Order::zigzag(2), false),
                 ("cp=4", false, Order::zigzag(4), true),
                 ("tp=2,cp=2", true, Order::zigzag(2), false),
                 ("dp=2,pp=2,cp=2", false, Order::default(), false),
                 ("tp=2,cp=2", false, Order::new(vec![2, 0, 3, 1]).unwrap(), false),
-            ] {
+            ];
+            for (mesh, cut_over_tp, order, behind) in ways.into_iter().sampled_in_turn(3, turn + at) {
                 let mesh_of: Mesh = mesh.parse().unwrap();
                 let multiple = mesh_of.degree(Axis::Cp) * if cut_over_tp { mesh_of.degree(Axis::Tp) } else { 1 };
                 let what = format!("{case:?} on {mesh} by {method} in {order:?}");

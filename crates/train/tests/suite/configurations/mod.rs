@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Duration;
 
 /// Configurations in an ordinary run of the tests.
-const COUNT: u64 = 100;
+const COUNT: u64 = 60;
 /// A configuration that takes longer hangs: all of them together take less than this.
 const PATIENCE: Duration = Duration::from_secs(100);
 
@@ -87,16 +87,19 @@ fn random_configurations_train_as_one_rank_does_or_are_refused_for_a_reason() {
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
     drop(ends);
     assert!(runs.join().is_ok());
-    assert!(count < 100 || trained > count / 4 && refused > count / 20, "{trained} trained, {refused} refused");
+    assert!(count < 60 || trained > count / 4 && refused > count / 20, "{trained} trained, {refused} refused");
 }
 
 /// A new key without values panics in `draw`; one whose values never come up fails here.
 #[test]
 fn every_key_is_in_play() {
-    let cases: Vec<Case> = (0..20_000).map(Case::draw).collect();
-    for (section, key) in keys::all() {
-        let name = format!("{section}.{}", key.name);
-        let given = cases.iter().filter(|case| case.get(&name).is_some()).count();
-        assert!(given > 0, "{name} is never given");
+    let mut missing: Vec<String> = keys::all().map(|(section, key)| format!("{section}.{}", key.name)).collect();
+    for seed in 0..20_000 {
+        let case = Case::draw(seed);
+        missing.retain(|name| case.get(name).is_none());
+        if missing.is_empty() {
+            return;
+        }
     }
+    panic!("never given: {}", missing.join(", "));
 }

@@ -182,7 +182,7 @@ fn covering() -> Vec<Choice> {
 fn every_pair_of_ways_to_save_memory_trains_as_one_rank_does() {
     let mut failures = Vec::new();
     let choices = covering();
-    for choice in choices.iter().sampled(6) {
+    for choice in choices.iter().sampled(10) {
         let chosen = || FACTORS.iter().zip(choice).map(|((name, values), &at)| (name, &values[at]));
         let name = chosen().map(|(factor, (value, _))| format!("{factor} {value}")).collect::<Vec<_>>().join(", ");
         let keys = COMMON.iter().chain(chosen().flat_map(|(_, (_, keys))| keys.iter()));

@@ -42,7 +42,7 @@ fn any_mesh_has_the_gradients_of_one_rank() {
         let adapters = |name: &&String| name.contains(".lora_");
         assert!(reference.gradients.keys().all(|name| adapters(&name)), "{:?}", reference.gradients.keys());
         assert!(reference.gradients.values().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(3) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(5) {
             assert_parity(&format!("{case} {more}"), &step(case, &more), &reference);
         }
     }
@@ -70,7 +70,7 @@ fn inner_features_that_tp_does_not_divide() {
 fn memory_and_communication_are_predicted() {
     let more = format!("{ADAMW}{LORA}");
     for (model, more) in [(&UNEVEN, more.clone()), (&LLAMA, more)] {
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(6) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(8) {
             let got = step_of(&case.to_string(), &case.config(&more), &model.data());
             split_work::assert_as_predicted(case, &more, &got);
         }
@@ -86,7 +86,7 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
         let more = format!("{ADAMW}{CANONICAL}{lora}");
         let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
         let alone = run(&Case::alone(model));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(4) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(6) {
             canonical::assert_same(case, &run(case), &alone);
         }
     }
@@ -160,7 +160,7 @@ fn a_quantised_base_has_the_bits_of_one_rank() {
         let more = format!("{ADAMW}{CANONICAL}{}", quantised(form));
         let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
         let alone = run(&Case::alone(model));
-        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(4) {
+        for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(6) {
             canonical::assert_same(case, &run(case), &alone);
         }
     }

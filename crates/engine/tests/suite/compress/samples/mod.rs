@@ -5,6 +5,7 @@ use meshwork_engine::SAMPLES;
 use meshwork_engine::offload::{Folder, Offload};
 use meshwork_nn::SAMPLE;
 use meshwork_tensor::MemoryUse;
+use meshwork_testkit::Sampled;
 
 /// Reports of every rank of some steps of a run that goes on from a state, with its peak of memory, and the state
 /// behind them. Steps may overlap.
@@ -160,7 +161,7 @@ fn ranks_that_take_samples_in_turn_know_the_same_of_each() {
     let plain = Plan { compress: cuts("topk:0.2/row", "topk:0.3/row", "none"), ..canonical("dp=1", named("1f1b"), 4) };
     assert_ne!(go_on(&gpt2(), &plain, None, 0..steps, in_turn).0, wanted.0);
     let folder = tempfile::tempdir().unwrap();
-    for (mesh, schedule, micros) in [
+    let meshes = [
         ("dp=1", named("1f1b"), 16),
         ("pp=2", named("1f1b"), 4),
         ("dp=2", named("1f1b"), 1),
@@ -170,12 +171,13 @@ fn ranks_that_take_samples_in_turn_know_the_same_of_each() {
         ("dp=2,pp=2", named("dualpipe_v"), 4),
         ("dp=2,ep=2,pp=2", named("1f1b"), 2),
         ("dp=2,tp=2,pp=2", named("interleaved_1f1b"), 4),
-    ] {
+    ];
+    for (turn, (mesh, schedule, micros)) in meshes.into_iter().enumerate() {
         let held = canonical(mesh, schedule, micros);
         let to = Arc::new(Folder(folder.path().to_owned()));
         let offload =
             Some(Offload { optimizer: false, gradients: false, activations: false, samples: true, to: Some(to) });
-        for plan in [held.clone(), Plan { offload, ..held }] {
+        for plan in [held.clone(), Plan { offload, ..held }].into_iter().sampled_in_turn(2, turn) {
             let what = format!("{mesh} {}, offload {:?}", plan.schedule.name(), plan.offload);
             let (losses, state) = go_on(&gpt2(), &plan, None, 0..steps, in_turn);
             assert_eq!(losses, wanted.0, "{what}");
