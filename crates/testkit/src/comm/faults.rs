@@ -235,17 +235,20 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
                         which waits for rank 2, which waits for rank 0";
         assert_eq!(fault(&error).kind.to_string(), expected);
     }
-    // Two ranks of three: the third is busy, and need not be waited for.
-    let error = fails(worlds, 3, PATIENT, |world| match world.rank() {
-        2 => {
-            sleep(Duration::from_millis(400)); // longer than others take to find it, on a busy machine too
-            Ok(world.barrier()?)
-        }
-        rank => Ok(world.recv(zeros(1), 1 - rank, 0).map(drop)?),
-    });
-    let Some(error) = error else { return };
+    // Two ranks of three: the third is busy for longer than others take to find it, and need not be waited for.
+    let run = |busy| {
+        fails(worlds, 3, PATIENT, |world| match world.rank() {
+            2 => {
+                sleep(busy);
+                Ok(world.barrier()?)
+            }
+            rank => Ok(world.recv(zeros(1), 1 - rank, 0).map(drop)?),
+        })
+    };
+    let computes = |error: &RunError| fault(error).ranks[2].activity == Activity::Computing;
+    let Some((_, error)) = in_time(worlds, run, computes) else { return };
     assert_eq!(fault(&error).kind, FaultKind::Deadlock { cycle: vec![0, 1] });
-    assert_eq!(fault(&error).ranks[2].activity, Activity::Computing);
+    assert!(computes(&error), "{error}");
 }
 
 fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
