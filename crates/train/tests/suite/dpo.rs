@@ -233,6 +233,36 @@ fn a_run_goes_on_in_the_middle_of_its_pairs() {
     assert!((of("chosen") - of("rejected") - of("margin")).abs() < 1e-12 && of("margin") != 0.0, "{validation}");
 }
 
+/// A run that goes on after each step on another mesh, from each of these to each: a circuit through all of their
+/// pairs.
+#[test]
+fn a_run_of_pairs_goes_on_from_every_mesh_on_every_other() {
+    let meshes = [
+        "parallelism.tp=2 parallelism.sequence_parallel=true",
+        "parallelism.pp=2 training.micro_batch_size=1",
+        "parallelism.cp=2",
+        "parallelism.dp=2 parallelism.zero_stage=3",
+        "parallelism.dp=4 parallelism.zero_stage=2 memory.recompute=full",
+    ];
+    let pairs_of = |first: usize| (first + 1..meshes.len()).flat_map(move |second| [first, second]);
+    let circuit: Vec<usize> = (0..meshes.len()).flat_map(pairs_of).chain([0]).collect();
+    assert_eq!(circuit.len(), meshes.len() * (meshes.len() - 1) + 1);
+    for base in ["model.kind=gpt2", "model.kind=llama lora.quantization=nf4 lora.block_size=8"] {
+        let folder = Folder::new(&pairs(40));
+        let common = format!("{PAIRS} {base} training.numerics=canonical lr_scheduler.decay_steps=30");
+        let of_steps = |more: &str| -> Vec<Value> {
+            let values = folder.run(&format!("{common} {more}")).into_iter().filter(|event| event["event"] == "step");
+            values.map(|step| json!([step["loss"], step["grad_norm"], step["dpo"]])).collect()
+        };
+        let whole = of_steps(&format!("training.steps={}", circuit.len()));
+        let saved = format!("checkpoint.dir={} checkpoint.resume=true", folder.path("checkpoints").display());
+        for (step, mesh) in circuit.iter().map(|&mesh| meshes[mesh]).enumerate() {
+            let got = of_steps(&format!("{saved} training.steps={} {mesh}", step + 1));
+            assert_eq!(got, whole[step..=step], "{base}: step {step} on {mesh}");
+        }
+    }
+}
+
 #[test]
 fn memory_and_communication_are_as_predicted() {
     let folder = Folder::new(&pairs(40));
