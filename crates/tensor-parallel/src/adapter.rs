@@ -4,6 +4,7 @@
 //! | W | A | A x | to all ranks | B | result |
 //! |---|---|---|---|---|---|
 //! | column-parallel | whole | in the region, as x in front of the block | `region.enter`, of `rank` features | rows | `Shard`, as y |
+//! | whole | whole | in the region, as x | | whole | in the region, as y |
 //! | row-parallel | columns | `Partial`, as y before it is summed | `region.leave`, of `rank` features | whole | in the region, as y behind the block |
 //!
 //! A x is computed before the product with W, so that in backward its gradient is added to that of the other product
@@ -50,12 +51,17 @@ impl LowRank {
         self.of(tape, || Ok(x.clone()), |inner| within.leave(inner)?.scale(self.scale)) // Σ_tp
     }
 
+    /// The same of a layer that is whole on every rank: `x` is its input.
+    pub fn of_whole(&self, tape: &Tape, x: &Var) -> Result<Vec<Var>> {
+        self.of(tape, || Ok(x.clone()), |inner| inner.scale(self.scale))
+    }
+
     fn of(&self, tape: &Tape, x: impl Fn() -> Result<Var>, to_all: impl Fn(&Var) -> Result<Var>) -> Result<Vec<Var>> {
         if !self.is_on(tape) {
             return Ok(Vec::new());
         }
-        let x = x()?;
-        self.adapters.iter().map(|adapter| to_all(&self.inner(tape, adapter, &x)?)).collect()
+        // Each adapter moves x by itself, so that the gradient of x gets theirs one by one, as where nothing is moved.
+        self.adapters.iter().map(|adapter| to_all(&self.inner(tape, adapter, &x()?)?)).collect()
     }
 
     /// B of the adapter, if there is one for all matrices of the weight.

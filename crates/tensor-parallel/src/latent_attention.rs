@@ -64,7 +64,7 @@ pub struct ParallelLatentAttention {
 }
 
 /// A projection to a latent vector, of which the first features are normed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Latent {
     down: ReplicatedLinear,
     norm: ParamId,

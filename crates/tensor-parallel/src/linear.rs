@@ -131,9 +131,12 @@ impl ColumnLinear {
 /// `Y = X · Wᵀ` with a weight that is whole on every rank of tp: each rank computes the tokens that it has in the
 /// region between blocks, in which both X and Y are. For results of few features, as latent vectors are, where a cut
 /// would save little work and cost a collective.
-#[derive(Clone, Copy, Debug)]
+///
+/// Its [adapters](meshwork_tensor::param::Adapters) are whole as it is, and read the same x.
+#[derive(Clone, Debug)]
 pub struct ReplicatedLinear {
     weight: ParamId,
+    adapters: LowRank,
 }
 
 impl ReplicatedLinear {
@@ -141,12 +144,13 @@ impl ReplicatedLinear {
     pub fn new(params: &mut Declarations, name: &str, input: usize, output: usize, init: Init) -> Result<Self> {
         let (name, group) = (format!("{name}.weight"), ParamGroup::hidden(Matrices::new(0, 1)));
         let weight = params.declare_in(name, &[output, input], Placement::replicated(), Role::Weight, init, group)?;
-        Ok(Self { weight })
+        Ok(Self { weight, adapters: LowRank::new(params, weight)? })
     }
 
     /// `x [.., input]` → `[.., output]`, of the same types.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        x.linear(&tape.param(self.weight)?, 1)
+        let inner = self.adapters.of_whole(tape, x)?;
+        self.adapters.add_column(tape, x.linear(&tape.param(self.weight)?, 1)?, &inner)
     }
 }
 

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use tempfile::TempDir;
 
+mod latent;
 mod quantised;
 
 const SEQ: usize = 12;
