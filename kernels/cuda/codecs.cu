@@ -3,6 +3,7 @@
 //
 //   fp8: code = round(x / scale), scale the least power of two that fits;  quant: code = round((x - min) / step);  sign: scale = mean |x|
 //   int8: code = round(127 x / scale), scale = max |x|;  nf4: the nearest of 16 numbers to x / scale, scale = max |x|
+//   e5m3: scale = (1 + m/8) · 2^(e - 20) of a byte 8·e + m, but 0 is zero and 255 NaN
 //
 // Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes per part, for quant a minimum and a step;
 //           codes [count] (u8) as bytes, or as `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
@@ -224,6 +225,28 @@ KERNEL nf4_codes(const float* x, const u8* scales, i64 unit, u8* codes, i64 coun
         to.of[j] = static_cast<u8>(scale > 0.0f ? code : 7);
     });
     store_vector(codes, at, count, to);
+}
+
+DEVICE float e5m3_value(u32 code) {
+    float value = code == 0u ? 0.0f : __uint_as_float((code + (107u << 3)) << 20);
+    return code == 255u ? NOT_A_NUMBER : value;
+}
+
+// Rounds scales to a byte each, and replaces them by what the bytes are.
+KERNEL e5m3_pack(u8* scales, u8* codes, i64 parts) {
+    i64 at = global_thread();
+    if (at >= parts) return;
+    float scale = get_float(scales + 4 * at);
+    u32 bits = __float_as_uint(scale), rounded = (bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20, least = 107u << 3;
+    u32 code = rounded < least ? 0u : rounded - least;
+    code = scale != scale ? 255u : code > 254u ? 254u : code;
+    codes[at] = static_cast<u8>(code);
+    put_float(scales + 4 * at, e5m3_value(code));
+}
+
+KERNEL e5m3_unpack(const u8* codes, u8* scales, i64 parts) {
+    i64 at = global_thread();
+    if (at < parts) put_float(scales + 4 * at, e5m3_value(codes[at]));
 }
 
 // The minimum and the step of each part; NaN if one of its elements is not finite.

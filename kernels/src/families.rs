@@ -773,6 +773,8 @@ kernels! {
     nf4_codes(In F32 x, In U8 scales, Divisor I64 unit, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
     nf4_unpack(In U8 planes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add,
         Value I64 count) in codecs, FOURS_OF_F32;
+    e5m3_pack(Out U8 scales, Out U8 codes, Value I64 parts) in codecs, ELEMENTS;
+    e5m3_unpack(In U8 codes, Out U8 scales, Value I64 parts) in codecs, ELEMENTS;
     sign_scales(In F32 x, Value I64 count, Value I64 unit, Out U8 scales, Value I64 parts) in codecs, ELEMENTS;
     sign_codes(In F32 x, Out U8 codes, Value I64 count) in codecs, FOURS_OF_F32;
     planes_pack(In U8 codes, Divisor I64 bits, Out U8 planes, Value I64 bytes, Value I64 count) in codecs, ELEMENTS;

@@ -195,6 +195,8 @@ floors! {
     absmax_scales, "2²⁶ by 64"; x X, scales X / 16; 0, 0;
     int8_pack nf4_codes, "2²⁶ by 64"; x X, scales X / 16, codes X; 0, 0;
     int8_unpack, "2²⁶ by 64"; codes X, scales X / 16, out X; 0, 0;
+    e5m3_pack, "2²⁰"; scales X / 8, codes X / 64; 0, 0;
+    e5m3_unpack, "2²⁰"; codes X / 64, scales X / 16; 0, 0;
     nf4_unpack, "2²⁶ by 64"; planes X / 2, scales X / 16, out X; 0, 0;
     sign_codes, "2²⁶"; x X, codes X; 0, 0;
     planes_pack, "2²⁶ of 4 bits"; codes X, planes X / 2; 0, 0;

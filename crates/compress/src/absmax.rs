@@ -2,6 +2,8 @@
 //! of NormalFloat (Dettmers et al., 2023). The largest one is restored exactly, so that compressing restored values
 //! again changes none of them.
 
+use crate::Scales;
+use crate::wire::float_at;
 use meshwork_core::simd::wide;
 
 /// The numbers of the 16 codes of NF4: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero
@@ -74,6 +76,45 @@ pub fn nf4(x: &[f32], scale: f32, codes: &mut [u8]) {
 /// The numbers of such codes.
 pub fn from_nf4(codes: &[u8], scale: f32, out: &mut [f32]) {
     wide!(out.iter_mut().zip(codes).for_each(|(x, &code)| *x = NF4[usize::from(code & 15)] * scale));
+}
+
+/// The difference of the exponent of a scale of 8 bits and that of an f32, behind its three bits of mantissa.
+const REBIASED: i32 = (127 - 20) << 3;
+
+impl Scales {
+    /// Bytes of a scale.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Scales::F32 => 4,
+            Scales::E5M3 => 1,
+        }
+    }
+
+    /// The scale with this number.
+    pub(crate) fn at(self, scales: &[u8], at: usize) -> f32 {
+        match self {
+            Scales::F32 => float_at(scales, at),
+            Scales::E5M3 => match scales[at] {
+                0 => 0.0,
+                255 => f32::NAN,
+                code => f32::from_bits(((i32::from(code) + REBIASED) as u32) << 20),
+            },
+        }
+    }
+
+    /// Writes a scale, rounded to nearest, ties to even, and gives what was written.
+    pub(crate) fn put(self, scale: f32, to: &mut [u8]) -> f32 {
+        match self {
+            Scales::F32 => to.copy_from_slice(&scale.to_le_bytes()),
+            Scales::E5M3 if scale.is_nan() => to[0] = 255,
+            Scales::E5M3 => {
+                let bits = scale.to_bits();
+                let rounded = (bits + 0x7_ffff + (bits >> 20 & 1)) >> 20;
+                to[0] = (rounded as i32 - REBIASED).clamp(0, 254) as u8;
+            }
+        }
+        self.at(to, 0)
+    }
 }
 
 /// Whether all numbers of a part are zero, or one is not finite.

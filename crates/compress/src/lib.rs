@@ -28,7 +28,7 @@ pub use error::{CompressError, MessageError, Result};
 pub use feedback::{Feedback, reshard};
 pub use indices::Packed;
 pub use message::{Message, compress_into, header, restore, restore_tiles, wire_bytes};
-pub use methods::{Choice, Fp8Format, Keep, PowerSgd, Rounding, Sparse, Values};
+pub use methods::{Choice, Fp8Format, Keep, PowerSgd, Rounding, Scales, Sparse, Values};
 pub use planes::TILE;
 pub use reduction::{Partial, Reduction, Replicated, StateKind, StateSpec};
 pub use scheme::Scheme;

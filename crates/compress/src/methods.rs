@@ -63,7 +63,35 @@ pub enum Values {
     Nf4 {
         /// The elements that share a scale.
         per: Per,
+        /// How the scales are sent.
+        scales: Scales,
     },
+}
+
+/// How the scales of parts are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// In f32.
+    #[default]
+    F32,
+    /// Rounded to 8 bits, which the codes then are relative to (double quantisation): zero, 2^-20 (1 + 1/8) to
+    /// [`LARGEST`](Self::LARGEST) with five bits of exponent and three of mantissa, or NaN. Larger ones are the
+    /// largest.
+    E5M3,
+}
+
+impl Scales {
+    /// The largest scale of 8 bits.
+    pub const LARGEST: f32 = 3584.0;
+}
+
+impl fmt::Display for Scales {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Scales::F32 => "",
+            Scales::E5M3 => "/e5m3",
+        })
+    }
 }
 
 impl fmt::Display for Values {
@@ -77,7 +105,7 @@ impl fmt::Display for Values {
             Values::Quantize { bits, per, rounding: Rounding::Stochastic } => write!(f, "quant:{bits}{per}/stochastic"),
             Values::Sign { per } => write!(f, "sign{per}"),
             Values::Int8 { per } => write!(f, "int8{per}"),
-            Values::Nf4 { per } => write!(f, "nf4{per}"),
+            Values::Nf4 { per, scales } => write!(f, "nf4{per}{scales}"),
         }
     }
 }
@@ -91,7 +119,7 @@ impl Values {
             | Values::Quantize { per, .. }
             | Values::Sign { per }
             | Values::Int8 { per }
-            | Values::Nf4 { per } => per,
+            | Values::Nf4 { per, .. } => per,
         }
     }
 
@@ -101,7 +129,7 @@ impl Values {
         | Values::Quantize { per, .. }
         | Values::Sign { per }
         | Values::Int8 { per }
-        | Values::Nf4 { per } = self
+        | Values::Nf4 { per, .. } = self
             && *per == Per::Tensor
         {
             *per = to;

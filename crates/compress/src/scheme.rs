@@ -4,7 +4,7 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::error::VALID;
 use crate::{
     Choice, CompressError, Compressor, Fold, Fp8Format, Keep, MessageError, Method, Per, PowerSgd, Result, Rounding,
-    Shape, Sparse, Values,
+    Scales, Shape, Sparse, Values,
 };
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ use std::str::FromStr;
 /// | `quant:4` | 1 to 8 bits between the smallest and the largest value; `/row`, `/block256`; then `/stochastic` for unbiased rounding |
 /// | `sign` | signs and their mean absolute value; `/row`, `/block256` |
 /// | `int8` | 8 bits between plus and minus the largest absolute value; `/row`, `/block256` |
-/// | `nf4` | the nearest of 16 quantiles of a normal distribution, in units of the largest absolute value; `/row`, `/block64` |
+/// | `nf4` | the nearest of 16 quantiles of a normal distribution, in units of the largest absolute value; `/row`, `/block64`; then `/e5m3` for scales of 8 bits |
 /// | `topk:0.1`, `topk:100` | the largest tenth, or hundred (a fraction has a point, a count has none); `/row`, `/block256` |
 /// | `randk:0.1`, `randk:100` | as many, chosen at random; `/unbiased` multiplies them by n/k |
 /// | `topk:0.1+quant:8` | the values of `topk` or `randk`, by any of the methods above them |
@@ -184,14 +184,22 @@ fn values(mut words: Words<'_>) -> Result<Values, String> {
             words.no_parameter()?;
             Values::Sign { per: words.per()? }
         }
-        "int8" | "nf4" => {
+        "int8" => {
             words.no_parameter()?;
-            let per = words.per()?;
-            if words.name == "int8" { Values::Int8 { per } } else { Values::Nf4 { per } }
+            Values::Int8 { per: words.per()? }
+        }
+        "nf4" => {
+            words.no_parameter()?;
+            let scales = if words.take("e5m3") { Scales::E5M3 } else { Scales::F32 };
+            Values::Nf4 { per: words.per()?, scales }
         }
         name => return Err(format!("there is no method {name:?}")),
     };
-    words.done(if words.name == "quant" { "one of row and blockN, then stochastic" } else { PARTS })?;
+    words.done(match words.name {
+        "quant" => "one of row and blockN, then stochastic",
+        "nf4" => "one of row and blockN, then e5m3",
+        _ => PARTS,
+    })?;
     Ok(values)
 }
 

@@ -10,7 +10,9 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
 use crate::planes::{self, TILE};
 use crate::wire::{float_at, put_floats};
-use crate::{CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Result, Rounding, Shape, Values};
+use crate::{
+    CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Result, Rounding, Scales, Shape, Values,
+};
 use meshwork_core::bf16;
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
@@ -78,11 +80,11 @@ impl Values {
                     put(i * TILE, &tile[..codes.len()]);
                 }
             }
-            Values::Nf4 { per } => {
-                let (scales, packed) = body.split_at(4 * parts);
+            Values::Nf4 { per, scales: kind } => {
+                let (scales, packed) = body.split_at(kind.bytes() * parts);
                 codes(packed, len, 4, tiles, |start, codes| {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
-                        absmax::from_nf4(&codes[range.clone()], float_at(scales, part), &mut tile[range]);
+                        absmax::from_nf4(&codes[range.clone()], kind.at(scales, part), &mut tile[range]);
                     });
                     put(start, &tile[..codes.len()]);
                 })?;
@@ -157,7 +159,7 @@ impl Compressor for Values {
             Values::F32 => 4 * len,
             Values::Bf16 => 2 * len,
             Values::Fp8 { .. } | Values::Int8 { .. } => 4 * parts + len,
-            Values::Nf4 { .. } => 4 * parts + planes::bytes(len, 4),
+            Values::Nf4 { scales, .. } => scales.bytes() * parts + planes::bytes(len, 4),
             Values::Quantize { bits, .. } => 8 * parts + planes::bytes(len, bits.into()),
             Values::Sign { .. } => 4 * parts + planes::bytes(len, 1),
         }
@@ -189,6 +191,8 @@ impl Compressor for Values {
             // Half of the widest gap between two codes, in units of the largest magnitude, whose square is at most the
             // sum of squares.
             Values::Int8 { .. } => Guarantee { error: len / 254_f64.powi(2), unbiased: false },
+            // Zero is one of the numbers, whatever the scale: none is further away.
+            Values::Nf4 { scales: Scales::E5M3, .. } => Guarantee { error: none, unbiased: false },
             Values::Nf4 { .. } => {
                 Guarantee { error: len * (0.5 * f64::from(NF4[1] - NF4[0])).powi(2), unbiased: false }
             }
@@ -261,17 +265,16 @@ impl Compressor for Values {
                     *bytes = scale.to_le_bytes();
                 }
             }
-            Values::Nf4 { per } => {
-                let (head, packed) = body.split_at_mut(4 * parts);
-                let mut scales = head.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape));
+            Values::Nf4 { per, scales: kind } => {
+                let (head, packed) = body.split_at_mut(kind.bytes() * parts);
+                let mut scales = head.chunks_exact_mut(kind.bytes()).zip(per.ranges(shape));
                 let (mut of, mut scale) = (usize::MAX, f32::NAN);
                 pack(packed, x.len(), 4, |start, codes| {
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
                         if part != of
                             && let Some((bytes, whole)) = scales.next()
                         {
-                            (of, scale) = (part, largest(&x[whole]));
-                            *bytes = scale.to_le_bytes();
+                            (of, scale) = (part, kind.put(largest(&x[whole]), bytes));
                         }
                         absmax::nf4(&x[start + range.start..start + range.end], scale, &mut codes[range]);
                     });

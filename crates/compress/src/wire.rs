@@ -21,6 +21,7 @@
 //! | `sign` | G scales (f32); codes of 1 bit (1: negative): ⌈n/8⌉ bytes |
 //! | `int8` | G scales (f32), n bytes in two's complement |
 //! | `nf4` | G scales (f32); codes of 4 bits: 4·⌈n/8⌉ bytes |
+//! | `nf4/e5m3` | G scales (bytes: 8·e + m is (1 + m/8)·2^(e-20), but 0 is zero and 255 NaN); codes as of `nf4` |
 //! | `topk` | indices of k elements below n; then the k values, as a vector, by the scheme after the `+` (none: f32) |
 //! | `randk` | the two words of the key (u32) and the first counter (u64) that draw the indices; then the k values, likewise |
 //! | `powersgd:r` | the factors P (rows·r), row by row, and Q (cols·r), column by column, f32; nothing of an empty matrix |

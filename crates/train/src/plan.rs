@@ -7,6 +7,7 @@ use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
 use crate::{peers, replay};
+use meshwork_compress::{Scales, Shape, Values, wire_bytes};
 use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::dry_run::{self, bytes_on};
@@ -38,15 +39,16 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     let mesh = &plan.mesh;
     let specs = ModelPlan::new(config.model(), &plan)?.parameters()?;
     let parameters: usize = specs.iter().map(ParamSpec::global_elements).sum();
-    let frozen: usize = match config.model.frozen().is_some() {
+    let frozen: usize = match config.model.frozen().is_some() || config.lora.rank > 0 {
         true => specs.iter().filter(|spec| spec.group.frozen).map(ParamSpec::global_elements).sum(),
         false => 0,
     };
     let mut text = format!(
-        "mesh {mesh}: {}\n{}{}\n{}{}; {}products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
+        "mesh {mesh}: {}\n{}{}{}\n{}{}; {}products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
         count(mesh.world_size(), "rank"),
         count(parameters, "parameter"),
         if frozen > 0 { format!(", of which {} are frozen", grouped(frozen as u64)) } else { String::new() },
+        base(&specs, if config.training.dtype == Dtype::F32 { 4 } else { 2 }),
         count(config.model.num_layers, "layer"),
         by_stage(&config.pipeline.partition),
         match config.training.dtype {
@@ -105,6 +107,32 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         }
     }
     Ok(text)
+}
+
+/// A line about the frozen weights that are stored in fewer bits, and would have so many bytes each; else nothing.
+fn base(specs: &[ParamSpec], bytes: usize) -> String {
+    let of = |values: Values| -> usize {
+        let shapes =
+            specs.iter().filter(|spec| spec.packed.is_some()).map(|spec| Shape::vector(spec.global_elements()));
+        shapes.filter_map(|shape| wire_bytes(&values, shape.ok()?).ok()).sum()
+    };
+    let packed = || specs.iter().filter(|spec| spec.packed.is_some());
+    let Some(values) = packed().find_map(|spec| spec.packed) else { return String::new() };
+    let (count, stored): (usize, _) = (packed().map(ParamSpec::global_elements).sum(), of(values));
+    let scales = match values {
+        Values::Nf4 { per, scales: Scales::E5M3 } => {
+            let saved = of(Values::Nf4 { per, scales: Scales::F32 }) - stored;
+            format!(" (scales of 8 bits save {} of it)", size(saved as f64))
+        }
+        _ => String::new(),
+    };
+    format!(
+        "\n{} of them as {values}: {}, {:.2} bits each, {} less than as numbers{scales}",
+        grouped(count as u64),
+        size(stored as f64),
+        8.0 * stored as f64 / count as f64,
+        size((bytes * count).saturating_sub(stored) as f64),
+    )
 }
 
 /// The bytes and calls of a step on each group.

@@ -177,6 +177,16 @@ pub fn values_are_those_of_the_cpu() {
         let mut out = values("out", count);
         launch!("nf4_unpack", [count, 0], &planes, &scales, unit, &mut out, 1, count);
         assert_bits("nf4", &out, &restored(&absmax));
+        let (absmax, mut bytes_of, mut again) =
+            (format!("nf4{per}/e5m3").parse::<Scheme>().unwrap(), vec![9_u8; parts], vec![9_u8; 4 * parts]);
+        launch!("e5m3_pack", [parts, 0], &mut scales, &mut bytes_of, parts);
+        launch!("nf4_codes", [count, 0], &x, &scales, unit, &mut codes, count);
+        launch!("planes_pack", [bytes, 0], &codes, 4_usize, &mut planes, bytes, count);
+        assert_eq!([&bytes_of[..], &planes].concat(), body(&absmax, shape, &x), "{absmax}");
+        launch!("e5m3_unpack", [parts, 0], &bytes_of, &mut again, parts);
+        let mut out = values("out", count);
+        launch!("nf4_unpack", [count, 0], &planes, &again, unit, &mut out, 1, count);
+        assert_bits("nf4 e5m3", &out, &restored(&absmax));
 
         let (scheme, bytes) = (scheme("sign"), count.div_ceil(8));
         let (mut scales, mut codes, mut planes) = (vec![9_u8; 4 * parts], vec![9_u8; count], vec![9_u8; bytes]);

@@ -4,7 +4,7 @@ use meshwork_compress::{Compressor, Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::random::{key, uniform};
 
 /// One scheme of each kind and option.
-pub const SCHEMES: [&str; 24] = [
+pub const SCHEMES: [&str; 26] = [
     "none",
     "bf16",
     "fp8:e4m3",
@@ -20,6 +20,8 @@ pub const SCHEMES: [&str; 24] = [
     "int8/block10",
     "nf4/row",
     "nf4/block64",
+    "nf4/e5m3",
+    "nf4/block16/e5m3",
     "topk:0.1",
     "topk:0.5/row",
     "topk:3/block20",

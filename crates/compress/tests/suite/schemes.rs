@@ -1,7 +1,7 @@
 //! Schemes as text.
 
 use crate::common::{SCHEMES, scheme};
-use meshwork_compress::{Choice, Feedback, Fp8Format, Keep, Per, PowerSgd, Rounding, Scheme, Sparse, Values};
+use meshwork_compress::{Choice, Feedback, Fp8Format, Keep, Per, PowerSgd, Rounding, Scales, Scheme, Sparse, Values};
 use proptest::prelude::*;
 
 #[test]
@@ -80,7 +80,8 @@ fn any_values(rows: bool) -> impl Strategy<Value = Values> {
         (1..=8_u8, any_per(rows), rounding).prop_map(|(bits, per, rounding)| Values::Quantize { bits, per, rounding }),
         any_per(rows).prop_map(|per| Values::Sign { per }),
         any_per(rows).prop_map(|per| Values::Int8 { per }),
-        any_per(rows).prop_map(|per| Values::Nf4 { per }),
+        (any_per(rows), prop_oneof![Just(Scales::F32), Just(Scales::E5M3)])
+            .prop_map(|(per, scales)| Values::Nf4 { per, scales }),
     ]
 }
 

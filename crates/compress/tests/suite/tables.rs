@@ -2,7 +2,8 @@
 
 use crate::common::{bits, compress, draws, lossy, scheme, values};
 use meshwork_compress::{
-    Choice, Compressor, Fold, Keep, Message, Per, Scheme, Shape, Sparse, TILE, Values, restore_tiles, wire_bytes,
+    Choice, Compressor, Fold, Keep, Message, Per, Scales, Scheme, Shape, Sparse, TILE, Values, restore_tiles,
+    wire_bytes,
 };
 
 fn vector(len: usize) -> Shape {
@@ -53,6 +54,7 @@ fn sizes_in_bytes() {
     assert_eq!(bytes("sign", 10, 100), 4 + 125);
     assert_eq!(bytes("int8/block64", 10, 100), 4 * 16 + 1000);
     assert_eq!(bytes("nf4/block64", 10, 100), 4 * 16 + 500);
+    assert_eq!(bytes("nf4/block64/e5m3", 10, 100), 16 + 500);
     // 100 of 1000, w = 3: 38 bytes of low bits, ⌈(100 + 125) / 8⌉ = 29 of rests, below the bitmap's 125.
     assert_eq!(bytes("topk:0.1", 10, 100), 67 + 400);
     assert_eq!(bytes("topk:0.1+quant:8", 10, 100), 67 + 8 + 8 * 13);
@@ -211,6 +213,26 @@ fn codes_in_units_of_the_largest_magnitude() {
     for text in ["int8/block2", "nf4/block2"] {
         assert_eq!(bits(&lossy(&scheme(text), &[0.0, -0.0, 1.0], vector(3), draws(0))), bits(&[0.0, 0.0, 1.0]));
     }
+}
+
+/// Every scale of 8 bits is restored, and is the nearest of the numbers between its neighbours.
+#[test]
+fn scales_of_8_bits_are_the_nearest() {
+    let of = |scale: f32| body("nf4/e5m3", &[scale])[0];
+    let value = |code: u8| f64::from(8 + code % 8) / 8.0 * 2_f64.powi(i32::from(code / 8) - 20);
+    for code in 1..254_u8 {
+        let (here, next) = (value(code), value(code + 1));
+        let middle = 0.5 * (here + next); // exact in f32, of two that are equally near the even code
+        let even = code + code % 2;
+        let near = [(middle as f32).next_down(), (middle as f32).next_up()];
+        assert_eq!([here, middle, next].map(|scale| of(scale as f32)), [code, even, code + 1], "{here}");
+        assert_eq!(near.map(of), [code, code + 1], "{here}");
+        assert_eq!(lossy(&scheme("nf4/e5m3"), &[-here as f32], vector(1), draws(0)), [-here as f32]);
+    }
+    assert_eq!(value(254), f64::from(Scales::LARGEST));
+    let ends = [0.0, 1e-40, 4e-7, 1.1e-6, 4e3, 3e38, f32::NAN];
+    assert_eq!(ends.map(of), [0, 0, 0, 1, 254, 254, 255]);
+    assert_eq!(lossy(&scheme("nf4/e5m3"), &[4e-7, -1e-9], vector(2), draws(0)), [0.0, 0.0]);
 }
 
 /// The numbers of NF4, by restoring all codes, against the quantiles that the paper defines (Dettmers et al., 2023,

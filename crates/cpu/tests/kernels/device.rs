@@ -64,7 +64,7 @@ fn the_precision_is_that_of_the_device() -> Result<()> {
 fn pieces_of_a_message_are_restored_as_the_whole() {
     let (cpu, x) = (Cpu::default(), values::<f32>("x", 100_001));
     let shape = Shape::vector(x.len()).unwrap();
-    for text in ["nf4/block64", "int8/block100", "quant:3", "bf16", "topk:0.1"] {
+    for text in ["nf4/block64", "nf4/block64/e5m3", "int8/block100", "quant:3", "bf16", "topk:0.1"] {
         let (scheme, draws): (Scheme, _) = (text.parse().unwrap(), Draws::new(1, "x", 0));
         let message = Message::compress(&scheme, &x, shape, draws, &mut []).unwrap();
         let mut wanted = vec![0.5; x.len()];

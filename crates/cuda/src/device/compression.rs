@@ -5,7 +5,7 @@ use meshwork_compress::feedback::Sender;
 use meshwork_compress::wire::HEADER;
 use meshwork_compress::{
     Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, Packed, PowerSgd, Rounding,
-    Scheme, Shape, Sparse, Values, header, wire_bytes,
+    Scales, Scheme, Shape, Sparse, Values, header, wire_bytes,
 };
 use meshwork_tensor::kernel::{Compression, Layout, Optim, Pointwise};
 
@@ -70,6 +70,13 @@ impl CudaDevice {
                 launch!(self, OP, "absmax_scales", of_parts; x, count, unit, to)?;
                 launch!(self, OP, "int8_pack", sizes; x, to, unit, to.offset(4 * parts), count)
             }
+            Values::Nf4 { scales: Scales::E5M3, .. } => {
+                let (codes, scales) = (self.scratch(DType::U8, count)?, self.scratch(DType::U8, 4 * parts)?);
+                launch!(self, OP, "absmax_scales", of_parts; x, count, unit, &scales)?;
+                launch!(self, OP, "e5m3_pack", [parts, 0]; &scales, to, parts)?;
+                launch!(self, OP, "nf4_codes", sizes; x, &scales, unit, &codes, count)?;
+                self.pack_planes(&codes, 4, to.offset(parts))
+            }
             Values::Nf4 { .. } => {
                 let codes = self.scratch(DType::U8, count)?;
                 launch!(self, OP, "absmax_scales", of_parts; x, count, unit, to)?;
@@ -110,6 +117,11 @@ impl CudaDevice {
                 launch!(self, OP, "quant_unpack", sizes; behind_pairs, from, bits, unit, to, add, count)
             }
             Values::Int8 { .. } => launch!(self, OP, "int8_unpack", sizes; behind_scales, from, unit, to, add, count),
+            Values::Nf4 { scales: Scales::E5M3, .. } => {
+                let scales = self.scratch(DType::U8, 4 * parts)?;
+                launch!(self, OP, "e5m3_unpack", [parts, 0]; from, &scales, parts)?;
+                launch!(self, OP, "nf4_unpack", sizes; from.offset(parts), &scales, unit, to, add, count)
+            }
             Values::Nf4 { .. } => launch!(self, OP, "nf4_unpack", sizes; behind_scales, from, unit, to, add, count),
             Values::Sign { .. } => launch!(self, OP, "sign_unpack", sizes; behind_scales, from, unit, to, add, count),
         }

@@ -26,6 +26,7 @@ const SCHEMES: &[&str] = &[
     "int8/block33",
     "nf4/row",
     "nf4/block64",
+    "nf4/block33/e5m3",
     "topk:0.1",
     "topk:3",
     "topk:0.7/row",

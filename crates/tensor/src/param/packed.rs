@@ -4,35 +4,40 @@
 //! The blocks are those of the whole parameter: each rank's slice consists of whole ones, so that every mesh restores
 //! the same numbers. A mesh that cuts a block is refused.
 
-use super::{LocalSlice, ParamSpec};
+use super::ParamSpec;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use meshwork_compress::{CompressError, Draws, Fold, Per, Scheme, Shape, wire_bytes};
+use meshwork_compress::{CompressError, Draws, Fold, Per, Scales, Scheme, Shape, Values, wire_bytes};
 use meshwork_core::{Buffer, DType, Mesh};
 use std::ops::Range;
 
 /// Messages begin at multiples of this many bytes.
 const ALIGNMENT: usize = 16;
 
-/// How a parameter lies in its flat buffer, which has bytes.
+/// How a parameter lies in its flat buffer, which has bytes: as one message, or, where ranks share it out, as one of
+/// each rank, of so many of its elements that none cuts a block.
 #[derive(Clone, Debug)]
 pub(super) struct Packed {
     scheme: Scheme,
-    shape: Shape,
+    /// Elements of the parameter.
+    count: usize,
+    /// Elements of each message but the last.
+    share: usize,
+    /// The elements that are stored here.
+    part: Range<usize>,
     bytes: Range<usize>,
 }
 
 impl Packed {
-    /// The next place of the slice `local` of a parameter, in a flat buffer that has `end` bytes so far; `None` of a
-    /// parameter that is not packed.
-    pub fn new(spec: &ParamSpec, local: &LocalSlice, end: usize) -> Result<Option<Self>> {
+    /// The next place of a parameter of `count` elements, of which a rank stores `part`, one of the ranges of `share`
+    /// elements, in a flat buffer that has `end` bytes so far; `None` of a parameter that is not packed.
+    pub fn new(spec: &ParamSpec, count: usize, share: usize, part: Range<usize>, end: usize) -> Result<Option<Self>> {
         let Some(values) = spec.packed else { return Ok(None) };
-        let scheme = Scheme::Values(values);
-        let shape = Shape::vector(local.stored.count()).map_err(failed)?;
+        let (scheme, share) = (Scheme::Values(values), share.min(count));
         let start = end.next_multiple_of(ALIGNMENT);
-        let bytes = start..start + wire_bytes(&scheme, shape).map_err(failed)?;
-        Ok(Some(Self { scheme, shape, bytes }))
+        let bytes = start..start + wire_bytes(&scheme, Shape::vector(share).map_err(failed)?).map_err(failed)?;
+        Ok(Some(Self { scheme, count, share, part, bytes }))
     }
 
     /// The end of its bytes.
@@ -40,25 +45,67 @@ impl Packed {
         self.bytes.end
     }
 
-    /// Its numbers, in memory of their own.
-    pub fn restore(&self, device: &dyn Device, flat: &Buffer, dtype: DType) -> Result<Buffer> {
+    /// The number of its elements that are stored here.
+    pub fn stored(&self) -> usize {
+        self.part.len()
+    }
+
+    /// All of its numbers, in memory of their own, from the flat buffers of all ranks that share it out, one behind the
+    /// other.
+    pub fn restore(&self, device: &dyn Device, flats: &Buffer, dtype: DType) -> Result<Buffer> {
         let _category = device.meter().enter(Category::Buffers);
-        let mut values = device.alloc(dtype, self.shape.len())?;
-        if !self.shape.is_empty() {
-            let message = flat.slice(self.bytes.clone())?;
-            device.compression()?.unpack(&self.scheme, self.shape, &message, Fold::Replace, &mut values, 0)?;
+        let mut values = device.alloc(dtype, self.count)?;
+        for (rank, first) in (0..self.count).step_by(self.share.max(1)).enumerate() {
+            let count = self.share.min(self.count - first);
+            self.unpack(device, flats, rank * self.bytes.end + self.bytes.start, count, (&mut values, first))?;
         }
         Ok(values)
     }
 
-    /// Replaces its numbers.
-    pub fn write(&self, device: &dyn Device, values: &[f32], flat: &mut Buffer) -> Result<()> {
-        if self.shape.is_empty() {
+    /// The numbers that are stored here, in memory of their own.
+    pub fn restore_part(&self, device: &dyn Device, flat: &Buffer) -> Result<Buffer> {
+        let _category = device.meter().enter(Category::Buffers);
+        let mut values = device.alloc(DType::F32, self.part.len())?;
+        if !self.part.is_empty() {
+            self.unpack(device, flat, self.bytes.start, self.part.len(), (&mut values, 0))?;
+        }
+        Ok(values)
+    }
+
+    /// Restores the message of `count` elements that begins at byte `from`.
+    fn unpack(
+        &self,
+        device: &dyn Device,
+        bytes: &Buffer,
+        from: usize,
+        count: usize,
+        (to, first): (&mut Buffer, usize),
+    ) -> Result<()> {
+        let shape = Shape::vector(count).map_err(failed)?;
+        let message = bytes.slice(from..from + wire_bytes(&self.scheme, shape).map_err(failed)?)?;
+        device.compression()?.unpack(&self.scheme, shape, &message, Fold::Replace, to, first)
+    }
+
+    /// Replaces the numbers that are stored here, of the parameter of this name.
+    ///
+    /// # Errors
+    /// A number that no scale of 8 bits reaches.
+    pub fn write(&self, device: &dyn Device, name: &str, values: &[f32], flat: &mut Buffer) -> Result<()> {
+        if self.part.is_empty() {
             return Ok(());
         }
+        let rounded = matches!(self.scheme, Scheme::Values(Values::Nf4 { scales: Scales::E5M3, .. }));
+        if let Some(beyond) = values.iter().find(|value| rounded && value.abs() > Scales::LARGEST) {
+            return Err(Error::Declaration {
+                name: name.to_owned(),
+                problem: format!("{beyond} is beyond {}, the largest scale of 8 bits", Scales::LARGEST),
+                valid: "use scales of 32 bits".to_owned(),
+            });
+        }
+        let shape = Shape::vector(self.part.len()).map_err(failed)?;
         let values = device.upload(&Buffer::from_slice(values))?;
         let draws = Draws::new(0, "", 0); // nothing is drawn
-        device.compression()?.pack(&self.scheme, self.shape, draws, &values, flat, self.bytes.start)
+        device.compression()?.pack(&self.scheme, shape, draws, &values, flat, self.bytes.start)
     }
 }
 
@@ -103,7 +150,7 @@ impl ParamSpec {
 mod tests {
     use super::super::{Init, ParamGroup, Placement, Role};
     use super::*;
-    use meshwork_compress::{Message, Values};
+    use meshwork_compress::Message;
     use meshwork_core::Axis;
 
     fn spec(dims: &[usize], placement: Placement, values: Values) -> ParamSpec {
@@ -140,7 +187,8 @@ mod tests {
             (vec![6, 8], Placement::replicated().shard(Axis::Tp, 0)),
             (vec![3, 7], Placement::replicated()),
         ] {
-            for values in [Values::Nf4 { per }, Values::Int8 { per }, Values::Bf16] {
+            let [nf4, double] = [Scales::F32, Scales::E5M3].map(|scales| Values::Nf4 { per, scales });
+            for values in [nf4, double, Values::Int8 { per }, Values::Bf16] {
                 let spec = spec(&dims, placement.clone(), values);
                 spec.require_whole_blocks(&mesh).unwrap();
                 let whole = restored(values, &spec.initial(&spec.local(&alone, alone.coords(0)), 3));
@@ -161,7 +209,7 @@ mod tests {
     fn a_mesh_that_cuts_blocks_is_refused() {
         let mesh = "tp=4".parse().unwrap();
         let refused = |dims: &[usize], cut: usize, block: usize| {
-            let values = Values::Nf4 { per: Per::Block(block) };
+            let values = Values::Nf4 { per: Per::Block(block), scales: Scales::F32 };
             spec(dims, Placement::replicated().shard(Axis::Tp, cut), values).require_whole_blocks(&mesh)
         };
         assert_eq!(
@@ -173,5 +221,34 @@ mod tests {
         assert!(refused(&[7, 8], 0, 16).is_ok() && refused(&[1, 126], 1, 32).is_ok());
         let error = refused(&[2, 126], 1, 32).unwrap_err().to_string();
         assert!(error.contains("use blocks of 2,"), "{error}");
+    }
+
+    /// Ranks that share out 50 elements in blocks of 8: two blocks each, but the last one has two elements.
+    #[test]
+    fn shares_of_ranks_restore_the_numbers_of_the_whole() {
+        let device = crate::meta::Meta::device();
+        let spec = spec(&[5, 10], Placement::replicated(), Values::Nf4 { per: Per::Block(8), scales: Scales::E5M3 });
+        let of = |part: Range<usize>| Packed::new(&spec, 50, 16, part, 0).unwrap().unwrap();
+        let counts = [0..16, 16..32, 32..48, 48..50, 50..50].map(|part| (of(part.clone()).stored(), of(part).end()));
+        let bytes = 16 + 2 + 8;
+        assert_eq!(counts, [(16, bytes), (16, bytes), (16, bytes), (2, bytes), (0, bytes)]);
+        let all = device.zeros(DType::U8, 5 * bytes).unwrap();
+        assert_eq!(of(0..16).restore(&*device, &all, DType::F32).unwrap().count(), 50);
+        assert_eq!(of(48..50).restore_part(&*device, &all).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn what_no_scale_reaches_is_refused() {
+        let device = crate::meta::Meta::device();
+        let per = Per::Block(8);
+        let write = |scales, x: f32| {
+            let packed = Packed::new(&spec(&[8], Placement::replicated(), Values::Nf4 { per, scales }), 8, 8, 0..8, 0);
+            let packed = packed.unwrap().unwrap();
+            let mut flat = device.zeros(DType::U8, packed.end()).unwrap();
+            packed.write(&*device, "w", &[x; 8], &mut flat).map_err(|error| error.to_string())
+        };
+        let error = write(Scales::E5M3, -3585.0).unwrap_err();
+        assert_eq!(error, "parameter w: -3585 is beyond 3584, the largest scale of 8 bits; use scales of 32 bits");
+        assert_eq!([write(Scales::E5M3, 3584.0), write(Scales::F32, 1e9)], [Ok(()), Ok(())]);
     }
 }

@@ -64,7 +64,8 @@ impl Params {
     }
 
     /// The same, of which only these windows of the flat buffers are stored; of buffers without a window all is. A
-    /// window may reach beyond the last parameter: what lies there is zero. Of packed parameters it is all or nothing.
+    /// window may reach beyond the last parameter: what lies there is zero. Of packed parameters it is all, nothing,
+    /// or, of one that has its flat buffer to itself, one of the ranges of the window's length, which cuts no block.
     ///
     /// # Errors
     /// Packed parameters in a flat buffer with others; a mesh that cuts their blocks.
@@ -86,14 +87,12 @@ impl Params {
         let mut packed = vec![None; places.len()];
         let (mut flats, mut held) = (Vec::new(), Vec::with_capacity(layout.len()));
         for (flat, members) in layout.iter().enumerate() {
-            let (mut end, mut bytes) = (0, 0);
+            let mut end = 0;
             for &id in members {
                 declarations.require_own(id)?;
                 let local = declarations.spec(id).local(mesh, coords);
                 let range = end..end + local.stored.count();
                 end = range.end;
-                packed[id.index()] = Packed::new(declarations.spec(id), &local, bytes)?;
-                bytes = packed[id.index()].as_ref().map_or(bytes, Packed::end);
                 if places[id.index()].replace((flat, range, local)).is_some() {
                     return Err(Error::Layout { name: declarations.spec(id).name.clone(), times: 2 });
                 }
@@ -101,9 +100,16 @@ impl Params {
             let window = windows.get(flat).cloned().unwrap_or(0..end);
             let are_packed = require_alike(&declarations, members)?;
             if are_packed && !window.is_empty() {
+                let mut bytes = 0;
+                for &id in members {
+                    let Some((_, range, _)) = &places[id.index()] else { continue }; // placed above
+                    let share = if window.len() < end { window.len() } else { range.len() };
+                    let part = from(range.start, shared(range, &window));
+                    packed[id.index()] = Packed::new(declarations.spec(id), range.len(), share, part, bytes)?;
+                    bytes = packed[id.index()].as_ref().map_or(bytes, Packed::end);
+                }
                 flats.push(device.zeros(DType::U8, bytes)?);
             } else {
-                members.iter().for_each(|id| packed[id.index()] = None);
                 flats.push(device.zeros(flat_dtype(&declarations, members), window.len())?);
             }
             held.push(window);
@@ -119,7 +125,7 @@ impl Params {
                 let (flat, window) = (&mut flats[*flat], &held[*flat]);
                 let here = shared(range, window);
                 if let Some(packed) = packed {
-                    packed.write(&**device, &spec.initial(local, seed), flat)?;
+                    packed.write(&**device, &spec.name, &spec.initial(local, seed)[from(range.start, here)], flat)?;
                 } else if flat.is_host() && here == *range && flat.dtype() == DType::F32 {
                     let to = from(window.start, here);
                     initialise(spec, local, seed, &mut flat.as_mut_slice::<f32>()?[to]);
@@ -176,7 +182,13 @@ impl Params {
         let (flat, range, shape) = &self.places[id.index()];
         let (buffer, window) = (&self.flats[*flat], &self.windows[*flat]);
         let value = match (&self.gather, &self.packed[id.index()]) {
-            (Some(gather), _) if !self.is_whole(id) => gather.whole(*flat, buffer)?.slice(range.clone())?,
+            (Some(gather), packed) if !self.is_whole(id) => {
+                let whole = gather.whole(*flat, buffer)?;
+                match packed {
+                    Some(packed) => packed.restore(&*self.device, &whole, self.declarations.dtype())?,
+                    None => whole.slice(range.clone())?,
+                }
+            }
             (_, Some(packed)) => packed.restore(&*self.device, buffer, self.declarations.dtype())?,
             _ => buffer.slice(from(window.start, shared(range, window)))?,
         };
@@ -215,12 +227,16 @@ impl Params {
     /// Downloads the elements of a parameter that are stored here, padding included.
     pub fn read(&self, id: ParamId) -> Result<Vec<f32>> {
         let flat = self.places[self.index(id)].0;
-        match &self.packed[id.index()] {
-            Some(packed) => {
-                host_floats(&self.device.download(&packed.restore(&*self.device, &self.flats[flat], DType::F32)?)?)
-            }
+        match self.restored(id)? {
+            Some(values) => host_floats(&self.device.download(&values)?),
             None => host_floats(&self.download(id, &self.flats[flat], &self.windows[flat])?),
         }
+    }
+
+    /// The elements of a packed parameter that are stored here, restored in memory of their own; `None` of another one.
+    pub fn restored(&self, id: ParamId) -> Result<Option<Buffer>> {
+        let flat = &self.flats[self.places[self.index(id)].0];
+        self.packed[id.index()].as_ref().map(|packed| packed.restore_part(&*self.device, flat)).transpose()
     }
 
     /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in
@@ -245,13 +261,10 @@ impl Params {
         let flat = self.places[self.index(id)].0;
         let mut buffer = std::mem::replace(&mut self.flats[flat], Buffer::empty());
         let written = match &self.packed[id.index()] {
-            Some(packed) if values.len() == self.places[id.index()].1.len() => {
-                packed.write(&*self.device, values, &mut buffer)
+            Some(packed) if values.len() == packed.stored() => {
+                packed.write(&*self.device, &self.declarations.spec(id).name, values, &mut buffer)
             }
-            Some(_) => {
-                let (_, range, shape) = &self.places[id.index()];
-                Err(wrong_count(values.len(), range.len(), *shape))
-            }
+            Some(packed) => Err(wrong_count(values.len(), packed.stored(), self.places[id.index()].2)),
             None => self.write_into(id, &mut buffer, &self.windows[flat], values),
         };
         self.flats[flat] = buffer;

@@ -33,6 +33,7 @@ conditions! {
     LORA: "lora.rank above 0", ["lora.rank"], |c| c.lora.rank > 0;
     QUANTIZED: "lora.quantization = int8 or nf4", ["lora.quantization"],
         |c| matches!(c.lora.quantization, Quantization::Int8 | Quantization::Nf4);
+    NF4: "lora.quantization = nf4", ["lora.quantization"], |c| c.lora.quantization == Quantization::Nf4;
 
     // The mesh.
     DP: "parallelism.dp above 1", ["parallelism.dp"], |c| c.parallelism.dp > 1;

@@ -7,7 +7,7 @@ use super::pretrained::same;
 use super::sections::Lora as Section;
 use super::settings::Settings;
 use super::words::{LoraExport, ModelKind, Quantization};
-use meshwork_compress::{Per, Values};
+use meshwork_compress::{Per, Scales, Values};
 use meshwork_models::huggingface::{Error, Lora, Pretrained};
 use meshwork_tensor::param::Adapters;
 use std::path::Path;
@@ -159,7 +159,10 @@ impl Section {
             Quantization::None => None,
             Quantization::Bf16 => Some(Values::Bf16),
             Quantization::Int8 => Some(Values::Int8 { per }),
-            Quantization::Nf4 => Some(Values::Nf4 { per }),
+            Quantization::Nf4 => {
+                let scales = if self.double_quantization { Scales::E5M3 } else { Scales::F32 };
+                Some(Values::Nf4 { per, scales })
+            }
         }
     }
 

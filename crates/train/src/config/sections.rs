@@ -130,6 +130,8 @@ sections! {
         quantization: Quantization = is("none"), Choice(Quantization::WORDS), Numbers, if LORA;
         /// Elements of a whole matrix that share a scale.
         block_size: usize = int(64), Count(1), Numbers, if LORA && QUANTIZED;
+        /// Whether scales are stored in 8 bits instead of 32: five of exponent and three of mantissa.
+        double_quantization: bool = OFF, Switch, Numbers, if LORA && NF4;
         /// A folder of PEFT (adapter_config.json, adapter_model.safetensors) to go on from: settings and weights. An
         /// adapter of another base than model.init_from is refused.
         init_from: Option<String> = Unset, Text, Model;

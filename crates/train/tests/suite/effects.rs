@@ -60,6 +60,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("lora.dropout", "lora.rank=4", "0.5"),
     ("lora.quantization", "lora.rank=4", "nf4"),
     ("lora.block_size", "lora.rank=4 lora.quantization=int8", "16"),
+    ("lora.double_quantization", "lora.rank=4 lora.quantization=nf4", "true"),
     ("parallelism.dp", "", "2"),
     ("parallelism.tp", "", "2"),
     ("parallelism.pp", "", "2"),

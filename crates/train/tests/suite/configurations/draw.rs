@@ -252,6 +252,7 @@ impl Case {
                 ("export", one_of(&mut own, &["merged", "adapter"])),
                 ("quantization", one_of(&mut own, &["bf16", "int8", "nf4"])),
                 ("block_size", Some(if frame.tp > 1 { "1" } else { own.pick(&["5", "64"]) }.to_owned())),
+                ("double_quantization", one_of(&mut own, &["true", "false"])),
                 ("init_from", rarely(&mut own, 40).then(|| path("texts"))),
             ];
             case.keys.extend(more.into_iter().filter_map(|(key, value)| Some((format!("lora.{key}"), value?))));

@@ -92,6 +92,7 @@ const FACTORS: [Factor; 14] = [
             ("lora.rank", "2"),
             ("lora.quantization", "nf4"),
             ("lora.block_size", "8"),
+            ("lora.double_quantization", "true"),
         ]),
         ("of some", &[("model.kind", "llama"), ("lora.rank", "3"), ("lora.targets", "v_proj,o_proj")]),
         ("that learn preferences", &[("model.kind", "llama"), ("lora.rank", "2"), ("training.objective", "dpo")]),
