@@ -1,20 +1,11 @@
 //! Brings together flat vectors of weights of which each rank has a slice, just before they are used.
 
 use crate::vectors::{VectorError, Vectors};
-use meshwork_core::{Buffer, CommError, FlatSlice, Group, Pending};
+use meshwork_core::{Buffer, CommError, Group, Pending};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
-
-/// A flat vector, and the ranks that share it out.
-#[derive(Clone, Debug)]
-pub struct SharedVector {
-    /// The slice that this rank has.
-    pub slice: FlatSlice,
-    /// The ranks that have the slices, in order.
-    pub sharers: Group,
-}
 
 /// An event of a vector, for the timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,8 +50,8 @@ meshwork_core::debug_as_display!(GatherError);
 /// is gathered when it is asked for.
 #[derive(Debug)]
 pub struct Gatherer {
-    /// By vector; `None` if every rank has it whole.
-    shared: Vec<Option<SharedVector>>,
+    /// By vector: the ranks that have its slices, in order; `None` if every rank has it whole.
+    sharers: Vec<Option<Group>>,
     vectors: Box<dyn Vectors>,
     messages: Option<Box<dyn Messages>>,
     pass: Mutex<Pass>,
@@ -92,9 +83,10 @@ enum Sent {
 }
 
 impl Gatherer {
-    /// A gatherer of these vectors, with memory for the whole ones.
-    pub fn new(shared: Vec<Option<SharedVector>>, vectors: impl Vectors + 'static) -> Self {
-        Self { shared, vectors: Box::new(vectors), messages: None, pass: Mutex::default() }
+    /// A gatherer of vectors that these ranks share out, in slices of one length and in their order; `None` if every
+    /// rank has one whole. `vectors` has memory for the whole ones.
+    pub fn new(sharers: Vec<Option<Group>>, vectors: impl Vectors + 'static) -> Self {
+        Self { sharers, vectors: Box::new(vectors), messages: None, pass: Mutex::default() }
     }
 
     /// Sends messages in place of slices. Every rank makes messages of the same length, of the same vectors.
@@ -161,7 +153,7 @@ impl Gatherer {
 
     /// Whether ranks share out a vector.
     pub fn is_shared(&self, vector: usize) -> bool {
-        self.shared.get(vector).is_some_and(Option::is_some)
+        self.sharers.get(vector).is_some_and(Option::is_some)
     }
 
     /// The timeline since it was cleared last.
@@ -180,16 +172,14 @@ impl Gatherer {
         slice: Buffer,
         events: &mut Vec<(Instant, GatherEvent)>,
     ) -> Result<Gathered, GatherError> {
-        let Some(SharedVector { slice: of, sharers }) = &self.shared[vector] else {
-            panic!("vector {vector} is whole on every rank")
-        };
+        let Some(sharers) = &self.sharers[vector] else { panic!("vector {vector} is whole on every rank") };
         events.push((Instant::now(), GatherEvent::Started(vector)));
         let packed = self.messages.as_ref().map_or(Ok(None), |messages| messages.pack(vector, &slice));
         let (sent, [part, room]) = match packed.map_err(|source| of_vector(vector, source))? {
             Some(message) => (Sent::Messages, message),
             None => {
-                let room = self.vectors.alloc(of.padded()).map_err(|source| of_vector(vector, source))?;
-                (Sent::Slices, [slice, room])
+                let room = self.vectors.like(&slice, sharers.size() * slice.count());
+                (Sent::Slices, [slice, room.map_err(|source| of_vector(vector, source))?])
             }
         };
         let started = sharers.start_all_gather(part, room);

@@ -11,7 +11,7 @@ mod sum;
 mod vectors;
 
 pub use ddp::{Ddp, DdpError};
-pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, Messages, SharedVector};
+pub use gatherer::{GatherError, GatherEvent, GatherPass, Gatherer, Messages};
 pub use parking::Parking;
 pub use plan::{BucketPlan, Member, plan};
 pub use reducer::{Bucket, BucketEvent, ReduceError, Reducer, cuts_batch, rounds};

@@ -13,6 +13,9 @@ pub trait Vectors: Debug + Send + Sync {
     /// Memory for `count` elements of any value.
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError>;
 
+    /// Memory for `count` elements of any value, of the type of another vector.
+    fn like(&self, vector: &Buffer, count: usize) -> Result<Buffer, VectorError>;
+
     /// Sets elements to zero.
     ///
     /// # Errors
@@ -33,6 +36,10 @@ pub struct HostVectors;
 impl Vectors for HostVectors {
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError> {
         Ok(Buffer::zeros(DType::F32, count))
+    }
+
+    fn like(&self, vector: &Buffer, count: usize) -> Result<Buffer, VectorError> {
+        Ok(Buffer::zeros(vector.dtype(), count))
     }
 
     fn zero(&self, vector: &mut Buffer, range: Range<usize>) -> Result<(), VectorError> {

@@ -11,7 +11,7 @@ use crate::reduction::OnDevice;
 use crate::trace::uses;
 use crate::walk::Walk;
 use crate::zero::ZeroGroups;
-use meshwork_data_parallel::{GatherError, GatherPass, Gatherer, SharedVector};
+use meshwork_data_parallel::{GatherError, GatherPass, Gatherer};
 use meshwork_tensor::param::Gather;
 
 /// Gathers the weights of the stages of one rank.
@@ -38,21 +38,17 @@ impl Gathers {
         device: &Arc<dyn Device>,
     ) -> Result<Self> {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
-        // Frozen parameters are whole.
-        let is_cut = |flat: &usize| *flat < layout.keys.len() && layout.is_cut(*flat);
+        let is_cut = |flat: &usize| layout.is_cut(*flat);
         let order = |ids: Vec<ParamId>| {
             let mut order: Vec<usize> = ids.into_iter().map(|id| layout.span(id).flat).filter(is_cut).collect();
             order.dedup();
             order
         };
         let uses = uses(model, local, layout.world_rank, &micro, plan.recompute)?;
-        let vector = |flat: usize| {
-            let sharers = layout.sharers(zero, flat).filter(|_| layout.is_cut(flat))?;
-            Some(SharedVector { slice: layout.slice(flat), sharers: sharers.clone() })
-        };
+        let sharers = |flat: usize| layout.sharers(zero, flat).filter(|_| layout.is_cut(flat)).cloned();
         let (category, dtype) = (Category::Buffers, layout.declarations.dtype());
         let vectors = OnDevice { device: device.clone(), category, dtype };
-        let mut gatherer = Gatherer::new((0..layout.flats.len()).map(vector).collect(), vectors);
+        let mut gatherer = Gatherer::new((0..layout.flats.len()).map(sharers).collect(), vectors);
         let now = Arc::new(Now::default());
         if plan.compress.weights != NOTHING {
             gatherer = gatherer.with_messages(WeightMessages::new(plan, layout, device, now.clone())?);

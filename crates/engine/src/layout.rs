@@ -7,11 +7,12 @@ use crate::prelude::*;
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, Replica, Vector, Zero, ZeroGroups, ZeroStage};
 use crate::{LocalModel, TiedWeight};
+use meshwork_compress::{Per, Values};
 use meshwork_core::FlatSlice;
 use meshwork_data_parallel::{BucketPlan, Member, cuts_batch, plan as fill};
 use meshwork_optim::{Kept, State};
-use meshwork_tensor::Declarations;
 use meshwork_tensor::param::{LocalSlice, reduction_axes};
+use meshwork_tensor::{Declarations, Role};
 
 /// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed,
 /// small enough that most are done before backward ends.
@@ -48,6 +49,15 @@ pub struct Span {
     pub member: usize,
 }
 
+/// The properties that all frozen parameters of a flat buffer share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FrozenKey {
+    /// The axes over which ranks share it out.
+    axes: Vec<Axis>,
+    /// Its slices have multiples of this number of elements: blocks of parameters that are packed.
+    unit: usize,
+}
+
 /// A range of the gradients that a rank keeps of a flat buffer, which this rank counts in the gradient norm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NormShard {
@@ -64,6 +74,8 @@ pub struct Layout {
     /// The parameters of each flat buffer, in order. Flat buffers behind the buckets hold frozen parameters.
     pub flats: Rc<[Vec<ParamId>]>,
     pub keys: Rc<[BucketKey]>,
+    /// Of the flat buffers behind the buckets.
+    frozen: Rc<[FrozenKey]>,
     pub mesh: Mesh,
     pub world_rank: usize,
     pub cuts: Cuts,
@@ -94,6 +106,7 @@ impl Layout {
             trace: Rc::new(trace),
             flats: Rc::default(),
             keys: Rc::default(),
+            frozen: Rc::default(),
             mesh: model.mesh().clone(),
             world_rank,
             cuts: plan.cuts(),
@@ -101,7 +114,9 @@ impl Layout {
             spans: Rc::default(),
             elements: Rc::default(),
         };
-        let (flats, keys) = layout.buckets(tied, plan)?;
+        let (mut flats, keys) = layout.buckets(tied, plan)?;
+        let (behind, frozen) = layout.frozen_buckets();
+        flats.extend(behind);
         let mut spans = vec![Span::default(); local.declarations.specs().len()];
         let mut elements = Vec::with_capacity(flats.len());
         for (flat, members) in flats.iter().enumerate() {
@@ -113,7 +128,7 @@ impl Layout {
             }
             elements.push(end);
         }
-        (layout.flats, layout.keys) = (flats.into(), keys.into());
+        (layout.flats, layout.keys, layout.frozen) = (flats.into(), keys.into(), frozen.into());
         (layout.spans, layout.elements) = (spans.into(), elements.into());
         Ok(layout)
     }
@@ -124,8 +139,7 @@ impl Layout {
     }
 
     /// Which parameters share a flat buffer, in the order in which their gradients become final. A tied parameter has a
-    /// buffer of its own, so that its layout is the same on every rank that holds it. Behind the buckets lie frozen
-    /// parameters: the buffers of statistics in one flat buffer, those that are packed in another, the rest in a third.
+    /// buffer of its own, so that its layout is the same on every rank that holds it.
     fn buckets(&self, tied: &[TiedWeight], plan: &Plan) -> Result<(Vec<Vec<ParamId>>, Vec<BucketKey>), PlanError> {
         let (declarations, ready) = (&self.declarations, &self.trace.ready);
         let unread = |id: &ParamId| !declarations.spec(*id).group.frozen && !ready.contains(id);
@@ -149,14 +163,53 @@ impl Layout {
         let plans = fill(&single, limit).into_iter().chain(fill(&shared, 0));
         let bucket =
             |bucket: BucketPlan<BucketKey>| (bucket.members.iter().map(|id| ids[id]).collect::<Vec<_>>(), bucket.key);
-        let (mut flats, keys): (Vec<_>, Vec<_>) = plans.map(bucket).unzip();
+        Ok(plans.map(bucket).unzip())
+    }
+
+    /// The flat buffers behind the buckets, of frozen parameters: the buffers of statistics lie in one, those that are
+    /// packed in another, the rest in a third. Ranks that share out weights bring them together when they are read: the
+    /// rest in buckets, in the order of declaration, and each packed one by itself.
+    fn frozen_buckets(&self) -> (Vec<Vec<ParamId>>, Vec<FrozenKey>) {
+        let declarations = &self.declarations;
         let updated = |id: &ParamId| declarations.statistics().iter().any(|of| of.buffers.contains(id));
         let frozen = declarations.ids().filter(|&id| declarations.spec(id).group.frozen);
         let (buffers, others): (Vec<ParamId>, Vec<ParamId>) = frozen.partition(updated);
         let (packed, others): (Vec<_>, Vec<_>) =
             others.into_iter().partition(|&id| declarations.spec(id).packed.is_some());
-        flats.extend([buffers, others, packed].into_iter().filter(|frozen| !frozen.is_empty()));
-        Ok((flats, keys))
+        let all: usize = others.iter().map(|&id| self.local(id).stored.count()).sum();
+        let [of_others, of_packed] = match self.cuts.cuts(Vector::Weights) {
+            true => [BUCKET_ELEMENTS.min(all / BUCKETS_OF_SLICES), 0],
+            false => [usize::MAX; 2],
+        };
+        let fill = |(ids, limit): (Vec<ParamId>, usize)| {
+            let member = |(at, &id): (usize, &ParamId)| Member {
+                id: at,
+                elements: self.local(id).stored.count(),
+                key: self.frozen_key(id),
+            };
+            let members: Vec<_> = ids.iter().enumerate().map(member).collect();
+            let bucket = |bucket: BucketPlan<FrozenKey>| {
+                (bucket.members.iter().map(|&at| ids[at]).collect::<Vec<_>>(), bucket.key)
+            };
+            fill(&members, limit).into_iter().map(bucket).collect::<Vec<_>>()
+        };
+        [(buffers, usize::MAX), (others, of_others), (packed, of_packed)].into_iter().flat_map(fill).unzip()
+    }
+
+    /// How a frozen parameter is shared out: over the axes along which ranks hold the same of it for other parts of the
+    /// batch, but for buffers, which are small and in a type of their own.
+    fn frozen_key(&self, id: ParamId) -> FrozenKey {
+        let spec = self.declarations.spec(id);
+        if !self.cuts.cuts(Vector::Weights) || spec.role == Role::Buffer {
+            return FrozenKey { axes: Vec::new(), unit: 1 };
+        }
+        let cut = |axis: &Axis| spec.placement.shards().iter().any(|(cut, _)| cut == axis);
+        let axes = self.mesh.axes().filter(|axis| cuts_batch(*axis) && !cut(axis)).collect();
+        let unit = match spec.packed.map(Values::per) {
+            Some(Per::Block(block)) => block,
+            _ => 1,
+        };
+        FrozenKey { axes, unit }
     }
 
     /// The key of a parameter: parameters with equal keys may share a bucket.
@@ -195,11 +248,21 @@ impl Layout {
     }
 
     /// The slice of a flat buffer that is this rank's own, by which ranks share out work and, with ZeRO, memory. Frozen
-    /// parameters are not shared out.
+    /// parameters are shared out where weights are.
     pub fn slice(&self, flat: usize) -> FlatSlice {
-        match self.keys.get(flat) {
-            Some(key) => self.zero.slice(&self.mesh, self.world_rank, &key.axes, self.elements[flat]),
-            None => FlatSlice::whole(self.elements[flat]),
+        let slice = |elements| self.zero.slice(&self.mesh, self.world_rank, self.axes(flat), elements);
+        let (elements, whole) = (self.elements[flat], slice(self.elements[flat]));
+        match flat.checked_sub(self.keys.len()) {
+            Some(frozen) => slice(elements.next_multiple_of(self.frozen[frozen].unit * whole.place()[1])),
+            None => whole,
+        }
+    }
+
+    /// The axes over which a flat buffer is shared out.
+    fn axes(&self, flat: usize) -> &[Axis] {
+        match flat.checked_sub(self.keys.len()) {
+            Some(frozen) => &self.frozen[frozen].axes,
+            None => &self.keys[flat].axes,
         }
     }
 
@@ -211,7 +274,7 @@ impl Layout {
 
     /// The ranks that have slices of a flat buffer; `None` if it is not shared out.
     pub fn sharers<'a>(&self, groups: &'a ZeroGroups, flat: usize) -> Option<&'a Group> {
-        groups.get(&self.keys.get(flat)?.axes).map(|groups| &groups.sharers)
+        groups.get(self.axes(flat)).map(|groups| &groups.sharers)
     }
 
     /// The elements of a flat buffer that this rank keeps of a vector.

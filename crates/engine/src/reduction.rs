@@ -153,6 +153,11 @@ impl Vectors for OnDevice {
         Ok(self.device.alloc(self.dtype, count)?)
     }
 
+    fn like(&self, vector: &Buffer, count: usize) -> Result<Buffer, VectorError> {
+        let _category = self.device.meter().enter(self.category);
+        Ok(self.device.alloc(vector.dtype(), count)?)
+    }
+
     fn zero(&self, vector: &mut Buffer, range: Range<usize>) -> Result<(), VectorError> {
         Ok(self.device.optim()?.zero(vector, range)?)
     }

@@ -82,7 +82,9 @@ impl WeightMessages {
     /// A scheme that does not compress a slice.
     pub fn new(plan: &Plan, layout: &Layout, device: &Arc<dyn Device>, now: Arc<Now>) -> Result<Self, PlanError> {
         let scheme = plan.compress.weights;
-        let of_flat = |flat| layout.is_cut(flat).then(|| FlatMessages::new(scheme, layout, flat)).transpose();
+        let packed = |flat: usize| layout.flats[flat].iter().any(|&id| layout.declarations.spec(id).packed.is_some());
+        let sends = |flat| layout.is_cut(flat) && !packed(flat); // messages as they are
+        let of_flat = |flat| sends(flat).then(|| FlatMessages::new(scheme, layout, flat)).transpose();
         let flats = (0..layout.flats.len()).map(of_flat).collect::<Result<_, _>>();
         let flats = flats.map_err(|error: CompressError| PlanError::Compress {
             place: "weights",

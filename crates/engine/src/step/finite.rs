@@ -54,8 +54,7 @@ impl Trainer {
             Ok(())
         };
         params.flats().iter().filter(|flat| flat.dtype() != DType::U8).try_for_each(&mut add)?;
-        let mut packed = params.declarations().ids().filter(|&id| params.is_packed(id));
-        packed.try_for_each(|id| add(params.value(id)?.buffer()))?;
+        params.declarations().ids().try_for_each(|id| params.restored(id)?.iter().try_for_each(&mut add))?;
         Ok(self.device.download(&sum)?.as_slice::<f64>()?.iter().all(|sum| sum.is_finite()))
     }
 

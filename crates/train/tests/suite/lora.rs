@@ -193,6 +193,15 @@ fn a_frozen_base_takes_no_needless_bytes_and_operations() {
     assert_eq!(full.model_bytes, 16 * full.parameters as u64);
     assert_eq!(adapted.model_bytes, 4 * full.parameters as u64 + 16 * adapters);
 
+    // With ZeRO-3 ranks share out all of it, frozen weights too, whose matrices then are a message of each rank; and
+    // gradients have memory from backward on.
+    let shared = "--mesh dp=2 --set parallelism.zero_stage=3";
+    for (form, headers) in [("none", 0), ("nf4", 16 * 4 * layers)] {
+        let base = format!("--set lora.rank={rank} --set lora.quantization={form} --set lora.block_size=16");
+        let [whole, half] = ["", shared].map(|mesh| predicted(&format!("{base} {mesh}")).model_bytes);
+        assert_eq!(2 * half, whole + headers - 4 * adapters, "{form}");
+    }
+
     // No products for the gradients of frozen matrices and of the head, and none for that of the first block's input,
     // below which nothing is trained. Each adapter has three products, the first layer's A two.
     let of_each_weight = 2 * batch * seq;
@@ -362,6 +371,8 @@ fn peft_reads_an_exported_adapter() {
         ("gpt_neox", ""),
         ("qwen3", "--set lora.targets=q_proj,v_proj,down_proj"),
         ("mixtral", ""),
+        ("deepseek_v2", ""),
+        ("deepseek_v3", ""),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let [adapter, merged] = ["adapter", "merged"].map(|what| {

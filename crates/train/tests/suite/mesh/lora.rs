@@ -2,7 +2,7 @@
 //! numerics with its bits. The adapters begin with random B, because zeros would hide the gradients of A.
 
 use crate::mesh::canonical::{self, CANONICAL, run_config};
-use crate::mesh::cases::{ADAMW, CASES, Case, DROPOUT, LLAMA, PADDED, PADDED_LLAMA, PLAIN, SGD, UNEVEN, UNTIED};
+use crate::mesh::cases::{ADAMW, CASES, Case, DROPOUT, LLAMA, Model, PADDED, PADDED_LLAMA, PLAIN, SGD, UNEVEN, UNTIED};
 use crate::mesh::opaque::assert_opaque_as_cpu;
 use crate::mesh::parity::assert_parity;
 use crate::mesh::split_work;
@@ -148,15 +148,18 @@ fn an_adapter_that_is_zero_changes_no_number() {
     assert_eq!(loss(LORA), loss(""));
 }
 
-/// Frozen matrices in fewer bits, in blocks that no mesh of these tests cuts.
+/// Frozen matrices in fewer bits, in blocks that no mesh of these tests cuts; "nf4 twice" has scales of 8 bits.
 fn quantised(form: &str) -> String {
-    format!("{LORA}quantization = '{form}'\nblock_size = 8\n")
+    let (form, twice) = form.split_once(' ').unwrap_or((form, ""));
+    format!("{LORA}quantization = '{form}'\nblock_size = 8\ndouble_quantization = {}\n", twice == "twice")
 }
 
 /// Every mesh restores the same numbers: a block is one of the whole parameter.
 #[test]
 fn a_quantised_base_has_the_bits_of_one_rank() {
-    for (model, form) in [(&UNEVEN, "nf4"), (&LLAMA, "int8"), (&LLAMA, "nf4"), (&DROPOUT, "bf16")] {
+    for (model, form) in
+        [(&UNEVEN, "nf4"), (&LLAMA, "int8"), (&LLAMA, "nf4"), (&LLAMA, "nf4 twice"), (&DROPOUT, "bf16")]
+    {
         let more = format!("{ADAMW}{CANONICAL}{}", quantised(form));
         let run = |case: &Case| run_config(&case.to_string(), &case.config(&more), &case.model.data());
         let alone = run(&Case::alone(model));
@@ -169,7 +172,7 @@ fn a_quantised_base_has_the_bits_of_one_rank() {
 /// Scales, codes, and the numbers that a layer restores and drops are in the prediction.
 #[test]
 fn memory_of_a_quantised_base_is_predicted() {
-    for (model, form) in [(&UNEVEN, "int8"), (&LLAMA, "nf4"), (&LLAMA, "bf16")] {
+    for (model, form) in [(&UNEVEN, "int8"), (&LLAMA, "nf4"), (&LLAMA, "nf4 twice"), (&LLAMA, "bf16")] {
         let more = format!("{ADAMW}{}", quantised(form));
         for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(8) {
             let got = step_of(&case.to_string(), &case.config(&more), &model.data());
@@ -203,9 +206,64 @@ fn a_quantised_base_on_a_device_whose_memory_the_host_cannot_read_has_the_cpus_b
     for (case, form) in [
         (Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4), "int8"),
         (Case::of_1f1b(&LLAMA, (1, 4, 2), true, 4), "nf4"),
+        (Case::of_1f1b(&UNEVEN, (2, 1, 2), false, 4), "nf4 twice"),
         (Case::of_1f1b(&LLAMA, (2, 2, 1), false, 2), "bf16"),
     ] {
         let config = case.config(&format!("{ADAMW}{}", quantised(form)));
         assert_opaque_as_cpu(&format!("{case} {form}"), &config, &case.model.data());
+    }
+}
+
+/// A configuration in which cp, where it cuts, has the method that canonical numerics have on one rank too.
+fn with_parallelism(case: &Case, keys: &str, more: &str) -> Config {
+    let keys = format!("[parallelism]\ncontext_parallel_method = 'all_gather'\n{keys}");
+    let config = Config::from_toml(&case.text(more).replace("[parallelism]\n", &keys));
+    config.unwrap_or_else(|error| panic!("{case}, {keys}: {error}"))
+}
+
+/// Frozen weights that ranks share out: all of them, groups of them, those of a stage, those with other parts of a
+/// sequence.
+fn shared_out(model: &'static Model, more: &str) -> Vec<(Case, Config)> {
+    let on = |mesh, micros| Case::of_1f1b(model, mesh, false, micros);
+    let cases = [
+        (on((4, 1, 1), 1), ""),
+        (on((4, 2, 1), 2), "zero_group = 2\n"),
+        (Case { sequence_parallel: true, ..on((2, 2, 2), 4) }, ""),
+        (Case { schedule: "zb_h1", ..on((2, 1, 2), 4) }, ""),
+        (on((2, 1, 1), 2), "cp = 2\n"),
+    ];
+    let config = |(case, keys)| (case, with_parallelism(&case, &format!("zero_stage = 3\n{keys}"), more));
+    cases.into_iter().map(config).collect()
+}
+
+#[test]
+fn a_base_that_ranks_share_out_has_the_bits_of_one_rank() {
+    let forms = [(&LLAMA, LORA.to_owned()), (&LLAMA, quantised("nf4 twice")), (&UNEVEN, quantised("int8"))];
+    for (model, base) in forms.into_iter().chain([(&DROPOUT, quantised("bf16")), (&UNEVEN, LORA.to_owned())]) {
+        let more = format!("{ADAMW}{CANONICAL}{base}");
+        let alone = run_config("alone", &with_parallelism(&Case::alone(model), "", &more), &model.data());
+        for (case, config) in shared_out(model, &more) {
+            let name = format!("{case}, {:?}", config.parallelism);
+            canonical::assert_same(&name, &run_config(&name, &config, &model.data()), &alone);
+        }
+    }
+}
+
+#[test]
+fn memory_and_communication_of_a_base_that_ranks_share_out_are_predicted() {
+    for (model, base) in [(&LLAMA, LORA.to_owned()), (&UNEVEN, quantised("int8")), (&LLAMA, quantised("nf4"))] {
+        for (case, config) in shared_out(model, &format!("{ADAMW}{base}")) {
+            let got = step_from(&case.to_string(), &config, &model.data(), begin);
+            split_work::assert_run_as_predicted(&case, &config, &got);
+        }
+    }
+}
+
+#[test]
+fn a_base_that_ranks_share_out_on_a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
+    for base in [LORA.to_owned(), quantised("nf4")] {
+        for (case, config) in shared_out(&LLAMA, &format!("{ADAMW}{base}")) {
+            assert_opaque_as_cpu(&format!("{case} {base}"), &config, &LLAMA.data());
+        }
     }
 }

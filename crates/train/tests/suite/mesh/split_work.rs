@@ -12,10 +12,14 @@ use std::collections::BTreeMap;
 /// Compares every rank with its prediction.
 #[track_caller]
 pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
-    let config = case.config(more);
+    assert_run_as_predicted(case, &case.config(more), got);
+}
+
+/// The same of a configuration that is more than that of its case.
+#[track_caller]
+pub fn assert_run_as_predicted(case: &Case, config: &Config, got: &Stepped) {
     for (rank, (report, usage)) in got.reports.iter().zip(&got.usage).enumerate() {
-        let predicted =
-            predict(&config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
+        let predicted = predict(config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
         // If steps overlap, a single step has its peak before the next begins.
         let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes() };
         let wanted = RankUsage { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
