@@ -133,9 +133,9 @@ fn fails(
     Some(error)
 }
 
-/// How a run with a short timeout ended, and its timeout. On a busy machine a rank may get no core for as long as that: a
-/// run that did not end as `meant` is tried again, with 6 and with 36 times as much, and the last one counts. `None` in a
-/// process that has none of its ranks.
+/// How a run with a short timeout ended, and its timeout. On a busy machine a rank may get no core for as long as that:
+/// a run that did not end as `meant` is tried again, with 6 and with 36 times as much, and the last one counts. `None`
+/// in a process that has none of its ranks.
 fn in_time<End>(
     worlds: &dyn Worlds,
     run: impl Fn(Duration) -> Option<End>,
