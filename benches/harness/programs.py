@@ -32,6 +32,7 @@ TIMEOUT_S = 1800
 # Our programs: how cargo builds each.
 OURS = {
     "gpt_train": ["build", "--release", "--example", "gpt_train"],
+    "plan": ["build", "--release", "--example", "plan"],
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
     "compress": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "compress"],
     "powersgd": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "powersgd"],

@@ -351,12 +351,6 @@ impl Cluster {
         self.cards_per_host / self.cores.map_or(1, |cores| cores.processes).max(1)
     }
 
-    /// The slowdown of each rank when `active` ranks of a host compute at once: its time over that of a rank with a
-    /// core of its own.
-    pub fn stretch(&self, active: f64) -> f64 {
-        self.cores.map_or(1.0, |cores| cores.stretch(active))
-    }
-
     /// All of its cards.
     pub fn cards(&self) -> usize {
         self.hosts * self.cards_per_host

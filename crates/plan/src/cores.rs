@@ -42,7 +42,7 @@ impl Cores {
 
     /// The slowdown of each rank when `active` ranks of a host compute at once: its time over that of a rank with a
     /// core of its own.
-    pub(crate) fn stretch(&self, active: f64) -> f64 {
+    pub fn stretch(&self, active: f64) -> f64 {
         let Self { count, help, uneven, .. } = *self;
         let (count, waits) = (count as f64, if active > 1.0 { 1.0 + uneven } else { 1.0 });
         if active >= count || count == 1.0 {

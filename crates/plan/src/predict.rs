@@ -265,7 +265,7 @@ impl Rates<'_> {
     /// How many times as long work takes while this share of the ranks computes, where ranks share cores.
     fn shared(&self, of: f64) -> f64 {
         let world = self.job.config.parallelism.world_size().unwrap_or(1) as f64;
-        self.cluster.stretch(of * world / self.cluster.hosts as f64)
+        self.cluster.cores.map_or(1.0, |cores| cores.stretch(of * world / self.cluster.hosts as f64))
     }
 
     /// Seconds from the first start to the last end. Where ranks share cores, each moment takes as long as its active

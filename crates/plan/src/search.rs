@@ -79,8 +79,7 @@ pub fn search(
     counter: &mut Counter,
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Found, PlanError> {
-    let given: Keys = system.keys.clone().into_iter().chain(given.clone()).collect();
-    let mut layouts = layouts(&given, samples, system, cluster, counter, progress)?;
+    let mut layouts = layouts(given, samples, system, cluster, counter, progress)?;
     layouts.sort_by(|a, b| a.bound.0.total_cmp(&b.bound.0).then(a.bound.1.total_cmp(&b.bound.1)));
     let mut plans: Vec<Plan> = Vec::new();
     let mut beaten = 0;
@@ -225,10 +224,7 @@ fn layouts(
                 for ep in tried(given, "parallelism.ep", ep) {
                     for micro in tried(given, "training.micro_batch_size", powers(MOST_SAMPLES)) {
                         if (samples / dp).is_multiple_of(micro.max(1)) {
-                            let mut own = given.clone();
-                            if dp * cp < 2 && given.get(ZERO_STAGE) == system.keys.get(ZERO_STAGE) {
-                                own.remove(ZERO_STAGE); // as System::keys_of
-                            }
+                            let mut own: Keys = system.keys_of(dp * cp).into_iter().chain(given.clone()).collect();
                             let mut set =
                                 |key: &str, value: usize| _ = own.insert(key.to_owned(), (value as i64).into());
                             for (axis, degree) in ["dp", "tp", "pp", "cp", "ep"].into_iter().zip([dp, tp, pp, cp, ep]) {
@@ -246,13 +242,11 @@ fn layouts(
     let mut all = Vec::new();
     for (at, own) in keys.iter().enumerate() {
         progress("counting layers", at, keys.len());
-        let sequence = own["parallelism.tp"].as_integer() > Some(1) && !given.contains_key(SEQUENCE);
-        for recompute in RECOMPUTE.iter().take(if given.contains_key("memory.recompute") { 1 } else { RECOMPUTE.len() })
-        {
+        for recompute in RECOMPUTE.iter().take(if own.contains_key("memory.recompute") { 1 } else { RECOMPUTE.len() }) {
             let mut keys = own.clone();
             keys.entry("memory.recompute".into()).or_insert_with(|| (*recompute).into());
-            if sequence {
-                keys.insert(SEQUENCE.into(), true.into());
+            if own["parallelism.tp"].as_integer() > Some(1) {
+                keys.entry(SEQUENCE.into()).or_insert(true.into());
             }
             all.extend(Layout::each(&keys, system, cluster, counter));
         }
