@@ -9,9 +9,10 @@ use meshwork::plan::{Constants, Counter, PlanError, System};
 pub fn fitted(system: &str) -> Result<String, PlanError> {
     let system = System::known(system)?;
     let published = fit::published(&system, &mut Counter::default())?;
-    let rows: Vec<_> = published.iter().flat_map(|table| fit::half(&table.rows, false)).collect();
-    tell(&format_args!("fitting {} constants to {} rows", system.fitted.len(), rows.len()));
-    let fitted = fit::fit(&system, &rows)?;
+    let tables: Vec<_> = published.iter().map(|table| fit::half(&table.rows, false)).collect();
+    let rows: usize = tables.iter().map(Vec::len).sum();
+    tell(&format_args!("fitting {} constants to {rows} rows", system.fitted.len()));
+    let fitted = fit::fit(&system, &tables)?;
     let mut shown = String::from("[constants]\n");
     for name in Constants::NAMES {
         shown += &format!("{name} = {:?}\n", fitted.constants.get(name).unwrap_or_default());

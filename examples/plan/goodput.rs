@@ -1,6 +1,6 @@
 //! How often to save, and the share of time that trains, for 8 to 100,000 cards: `--goodput`.
 
-use crate::chart::{Curve, lines};
+use crate::chart::{Axes, Curve, Marks, plot};
 use crate::options::Options;
 use crate::picture;
 use meshwork::plan::PlanError;
@@ -45,13 +45,14 @@ pub fn goodput(options: &Options) -> Result<String, PlanError> {
                 let share = times(recover).best(3600.0 * failures.hours(cards.round() as usize)).share;
                 (cards.log10(), 100.0 * share)
             };
-            Curve { run, points: (0..=POINTS).map(point).collect(), dots: false }
+            Curve { run, points: (0..=POINTS).map(point).collect(), marks: Marks::Line }
         };
         let curves: Vec<Curve> =
             recoveries.iter().enumerate().map(|(run, (recover, _))| curve(run, *recover)).collect();
-        let title = "Share of time that trains, in percent, against the power of ten of cards";
+        let title = "Share of time that trains, by the number of cards";
+        let axes = Axes { x: "cards", y: "% of the time trains", powers: true };
         let legend: Vec<&str> = recoveries.iter().map(|(_, what)| *what).collect();
-        picture::write_page(path, title, &lines(title, &curves), &legend, "")?;
+        picture::write_page(path, title, &plot(title, axes, &curves), &legend, "")?;
     }
     Ok(text)
 }

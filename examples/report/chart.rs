@@ -19,8 +19,30 @@ pub(super) struct Curve {
     pub(super) run: usize,
     /// (step, value), by step.
     pub(super) points: Vec<(f64, f64)>,
-    /// Draws dots instead of a line.
-    pub(super) dots: bool,
+    /// What is drawn of them.
+    pub(super) marks: Marks,
+}
+
+/// What is drawn of the points of a curve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Marks {
+    Line,
+    Dots,
+    /// Small dots that show through each other, for thousands of points.
+    Specks,
+    /// Circles with the number of each point, from 1.
+    Numbers,
+}
+
+/// What axes say.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Axes<'a> {
+    /// Behind the numbers of the x axis.
+    pub(super) x: &'a str,
+    /// Above those of the y axis.
+    pub(super) y: &'a str,
+    /// The values of x are powers of ten.
+    pub(super) powers: bool,
 }
 
 /// Maps values to places on the picture, with ticks.
@@ -84,7 +106,13 @@ pub(super) fn short(value: f64) -> String {
 
 /// The curves over their steps. `title` is for screen readers.
 pub(super) fn lines(title: &str, curves: &[Curve]) -> String {
+    plot(title, Axes::default(), curves)
+}
+
+/// The same with names of the axes.
+pub(super) fn plot(title: &str, axes: Axes, curves: &[Curve]) -> String {
     let [right, top, bottom] = MARGIN;
+    let top = if axes.y.is_empty() { top } else { top + 14.0 };
     let all = || curves.iter().flat_map(|curve| curve.points.iter());
     let y = Scale::over(all().map(|point| point.1), HEIGHT - bottom, top);
     let mut svg = open(title);
@@ -96,14 +124,32 @@ pub(super) fn lines(title: &str, curves: &[Curve]) -> String {
             "<text class=tick text-anchor=middle x={:.1} y={:.1}>{}</text>",
             x.at(tick),
             HEIGHT - 10.0,
-            short(tick)
+            short(if axes.powers { 10f64.powf(tick) } else { tick })
         );
     }
-    for Curve { run, points, dots } in curves {
+    for (text, anchor, x, y) in [(axes.x, "end", WIDTH - 2.0, HEIGHT - 10.0), (axes.y, "start", 2.0, 12.0)] {
+        if !text.is_empty() {
+            _ = write!(svg, "<text class=tick text-anchor={anchor} x={x:.1} y={y:.1}>{text}</text>");
+        }
+    }
+    for Curve { run, points, marks } in curves {
         let class = run % 6;
-        if *dots {
-            for (step, value) in points.iter().filter(|(_, value)| value.is_finite()) {
-                _ = write!(svg, "<circle class=\"f{class}\" cx={:.1} cy={:.1} r=3.5 />", x.at(*step), y.at(*value));
+        if *marks != Marks::Line {
+            for (at, (step, value)) in points.iter().enumerate().filter(|(_, (_, value))| value.is_finite()) {
+                let (x, y) = (x.at(*step), y.at(*value));
+                _ = match marks {
+                    Marks::Line | Marks::Dots => write!(svg, "<circle class=\"f{class}\" cx={x:.1} cy={y:.1} r=3.5 />"),
+                    Marks::Specks => {
+                        write!(svg, "<circle class=\"f{class}\" cx={x:.1} cy={y:.1} r=1.6 opacity=0.5 />")
+                    }
+                    Marks::Numbers => write!(
+                        svg,
+                        "<circle class=\"f{class}\" cx={x:.1} cy={y:.1} r=6 /><text fill=#fff font-size=9 \
+                         text-anchor=middle x={x:.1} y={:.1}>{}</text>",
+                        y + 3.2,
+                        at + 1
+                    ),
+                };
             }
             continue;
         }
@@ -206,12 +252,12 @@ mod tests {
         let thin = thinned(&points);
         assert!(thin.len() <= POINTS + 2 && thin.contains(&(5001.0, 9.0)));
         points[7000].1 = f64::NAN;
-        let svg = lines("loss", &[Curve { run: 0, points, dots: false }]);
+        let svg = lines("loss", &[Curve { run: 0, points, marks: Marks::Line }]);
         assert_eq!(svg.matches("<polyline").count(), 2);
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         // One point, or none, must not divide by zero.
         for points in [vec![(3.0, 2.0)], vec![], vec![(1.0, f64::NAN)]] {
-            let svg = lines("loss", &[Curve { run: 0, points, dots: true }]);
+            let svg = lines("loss", &[Curve { run: 0, points, marks: Marks::Dots }]);
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         }
     }

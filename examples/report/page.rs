@@ -1,6 +1,6 @@
 //! The page.
 
-use super::chart::{Curve, bars, lines, short};
+use super::chart::{Curve, Marks, bars, lines, short};
 use super::run::{Run, Step};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -19,7 +19,7 @@ pub fn page(runs: &[Run]) -> String {
     let mut train: Vec<Curve> = curves(runs, |step| step.loss);
     train.extend(runs.iter().enumerate().filter(|(_, run)| !run.validation.is_empty()).map(|(at, run)| {
         let points = run.validation.iter().map(|(&step, &loss)| (step as f64, loss)).collect();
-        Curve { run: at, points, dots: true }
+        Curve { run: at, points, marks: Marks::Dots }
     }));
     let dots = runs.iter().any(|run| !run.validation.is_empty());
     figure(&mut html, if dots { "Loss; dots: validation" } else { "Loss" }, |title| lines(title, &train));
@@ -42,7 +42,7 @@ fn figure(html: &mut String, title: &str, svg: impl Fn(&str) -> String) {
 
 fn curves(runs: &[Run], of: impl Fn(&Step) -> f64) -> Vec<Curve> {
     let points = |run: &Run| run.steps.iter().map(|(&step, numbers)| (step as f64, of(numbers))).collect();
-    runs.iter().enumerate().map(|(at, run)| Curve { run: at, points: points(run), dots: false }).collect()
+    runs.iter().enumerate().map(|(at, run)| Curve { run: at, points: points(run), marks: Marks::Line }).collect()
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

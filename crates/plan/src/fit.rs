@@ -121,21 +121,24 @@ const OUTLIER: f64 = 0.05;
 const ROUNDS: usize = 40;
 const FIRST_STEP: f64 = 0.3;
 
-/// The system with the constants that fit these rows best: a search along one constant after the other, with steps that
-/// shrink where no step is better. The same rows give the same constants.
+/// The system with the constants that fit the rows of these tables best: a search along one constant after the other,
+/// with steps that shrink where no step is better. A table counts as much as another, however many rows it has. The
+/// same rows give the same constants.
 ///
 /// # Errors
 /// As [`errors`].
-pub fn fit(system: &System, rows: &[&Row]) -> Result<System, PlanError> {
+pub fn fit(system: &System, tables: &[Vec<&Row>]) -> Result<System, PlanError> {
     let cost = |constants: &Constants| -> Result<f64, PlanError> {
-        let mut sum = 0.0;
-        for row in rows {
-            let Some(measured) = row.measured else { continue };
-            let step = row.job.with(system, constants, &row.cluster)?;
-            let off = (step.seconds / measured).ln() / OUTLIER;
-            sum += (1.0 + off * off).sqrt() - 1.0;
+        let mut mean = 0.0;
+        for rows in tables {
+            for row in rows {
+                let Some(measured) = row.measured else { continue };
+                let step = row.job.with(system, constants, &row.cluster)?;
+                let off = (step.seconds / measured).ln() / OUTLIER;
+                mean += ((1.0 + off * off).sqrt() - 1.0) / rows.len() as f64;
+            }
         }
-        Ok(sum)
+        Ok(mean)
     };
     let mut best = system.constants;
     let mut least = cost(&best)?;

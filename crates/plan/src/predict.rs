@@ -257,7 +257,7 @@ impl Rates<'_> {
     /// Seconds of a rank that backward takes longer than without recomputation.
     fn recomputed(&self) -> f64 {
         let (config, job) = (&self.job.config, self.job);
-        let seconds = |counts: &Counts| self.pass(&counts.parts[1].backward).seconds;
+        let seconds = |counts: &Counts| self.pass(&counts.parts[1].backward, false).seconds;
         let layers = config.pipeline.num_microbatches.max(1) as f64 * config.model.num_layers as f64;
         (seconds(&job.counts) - seconds(&job.plain)).max(0.0) * layers / config.parallelism.pp as f64 * self.shared(1.0)
     }
@@ -295,13 +295,21 @@ impl Rates<'_> {
         if self.half() { 2.0 } else { 4.0 }
     }
 
-    /// Seconds of a pass of one micro-batch through a part of the model.
-    fn pass(&self, work: &Work) -> Time {
+    /// Whether a rank's products with the logits have columns that are no multiple of 8. This library's counts have
+    /// columns that are padded.
+    fn odd(&self) -> bool {
+        let columns = self.job.config.model.vocab_size / self.job.config.parallelism.tp;
+        !self.system.pads && !columns.is_multiple_of(ALIGNED)
+    }
+
+    /// Seconds of a pass of one micro-batch through the layers or what is before them; `head` is what is behind them.
+    fn pass(&self, work: &Work, head: bool) -> Time {
         let (of, card) = (self.constants, &self.cluster.card);
+        let odd = head && self.odd();
         let peak = if self.half() { card.bf16 } else { card.f32 };
         let mut busy = 0.0;
         for &([m, n, k], times) in &work.products {
-            let aligned = [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));
+            let aligned = !odd && [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));
             let share = if aligned { of.products } else { of.unaligned };
             let waves = (m.div_ceil(TILE[0]) * n.div_ceil(TILE[1])) as f64 / card.units;
             let size = m as f64 * n as f64 * k as f64;
@@ -322,13 +330,14 @@ impl Rates<'_> {
             let (share, latency) = if far { (of.between, of.far_latency) } else { (of.inside, of.latency) };
             time.wait(
                 &format!("{} ({})", collective.name, collective.group),
-                latency + collective.sent / (rate * share),
+                latency * (collective.members.len() as f64).log2() + collective.sent / (rate * share),
             );
         }
         let uneven = work.scores > 0.0 && of.score_bytes > 0.0 && !self.heads().is_multiple_of(SOFTMAX_HEADS as usize);
         let host = work.launches as f64 * of.launch
             + work.collectives.len() as f64 * of.call
-            + if uneven { of.fallback } else { 0.0 };
+            + if uneven { of.fallback } else { 0.0 }
+            + if head { of.batch / 2.0 } else { 0.0 };
         time.seconds = joined(time.seconds, host, of.join);
         time
     }
@@ -380,8 +389,7 @@ impl Rates<'_> {
 
     /// A layer's pass with the gathers and scatters of its weights: what is not hidden, and what slows the pass down.
     /// FSDP has them in every stage; others gather weights in stage 3, and scatter gradients from stage 2 on.
-    fn sharded(&self, work: &Work, parameters: Parameters, backward: bool) -> Time {
-        let mut time = self.pass(work);
+    fn sharded(&self, mut time: Time, parameters: Parameters, backward: bool) -> Time {
         let (stage, by_layer) = (self.job.config.parallelism.zero_stage, self.system.by_layer);
         let gathers = stage > 2 || (by_layer && !backward);
         let scatters = backward && (stage > 1 || by_layer);
@@ -409,7 +417,7 @@ impl Rates<'_> {
         let of = |part: usize, backward: bool| {
             let passes: &Passes = &counts.parts[part];
             let work = if backward { &passes.backward } else { &passes.forward };
-            self.sharded(work, parameters[part], backward)
+            self.sharded(self.pass(work, part == 2), parameters[part], backward)
         };
         [0, 1, 2].map(|part| [of(part, false), of(part, true)])
     }
@@ -526,7 +534,7 @@ impl Rates<'_> {
             let times = |count: f64| self.among_replicas(parameters, count * self.element());
             let [_, layer, _] = &self.job.counts.parts;
             let layers = (self.job.config.model.num_layers as f64 / parallel.pp as f64).ceil();
-            let behind = if self.system.overlaps { layers * self.pass(&layer.backward).seconds } else { 0.0 };
+            let behind = if self.system.overlaps { layers * self.pass(&layer.backward, false).seconds } else { 0.0 };
             // From stage 2 on gradients are scattered in every backward, in stage 3 weights are gathered there.
             let (name, all) = match parallel.zero_stage {
                 0 => ("all_reduce (dp)", times(2.0)),

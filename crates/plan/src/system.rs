@@ -52,6 +52,9 @@ constants! {
     call,
     /// Host seconds of a layer's pass whose softmax does not take the fused kernel: it takes multiples of 4 heads.
     fallback,
+    /// Host seconds of a micro-batch beyond those of its operations: reading its tokens, sending them to the ranks of
+    /// tp, masks, the loss.
+    batch,
     /// Exponent with which the times of host and card are joined: 1 adds them, a large one takes the longer.
     join,
     /// Share of the links inside a host.
@@ -60,7 +63,8 @@ constants! {
     between,
     /// The same of the sum of gradients, in which all groups of a host send at once.
     gradients,
-    /// Seconds of a collective without bytes, inside a host.
+    /// Seconds of a collective without bytes, inside a host: of those of a layer for each doubling of the group, with
+    /// the wait for the last rank. Sums of gradients and messages have it once.
     latency,
     /// The same between hosts.
     far_latency,
@@ -118,6 +122,10 @@ pub struct System {
     /// Tokens of its vocabulary where a table names none, and the number of which, times tp, the vocabulary is made a
     /// multiple where tp is above 1.
     pub vocabulary: [usize; 2],
+    /// Whether token tables are stored with a padded number of rows, as this library stores them: products with the
+    /// logits then are as fast as others.
+    #[serde(default = "padded")]
+    pub pads: bool,
     /// Whether weights are gathered and gradients scattered for each layer of each micro-batch, as FSDP does, and not
     /// once a step.
     pub by_layer: bool,
@@ -140,6 +148,10 @@ pub struct System {
     pub checked: Vec<(String, Vec<String>)>,
     /// The constants.
     pub constants: Constants,
+}
+
+fn padded() -> bool {
+    true
 }
 
 /// The systems that are known.

@@ -99,6 +99,33 @@ fn more_of_anything_is_never_slower() {
     }
 }
 
+/// A system that does not pad its vocabulary computes the logits of 50,257 tokens slower than those of 50,304; one that
+/// pads it takes the same time for both.
+#[test]
+fn a_vocabulary_that_is_not_padded_has_a_slow_head() {
+    let cluster = Cluster::known("dgx-a100").unwrap();
+    let own = System::known("megatron-deepspeed-a100").unwrap();
+    let seconds = |system: &System, vocabulary: i64| {
+        let mut keys = eight_billion(1, 1);
+        keys.extend([("model.vocab_size", vocabulary.into()), ("model.num_layers", 2.into())]);
+        job(&keys).predict(system, &cluster).unwrap().seconds
+    };
+    assert!(seconds(&own, 50257) > 1.1 * seconds(&own, 50304));
+    let padded = System { pads: true, ..own };
+    assert!((seconds(&padded, 50257) / seconds(&padded, 50304) - 1.0).abs() < 1e-3);
+}
+
+/// A collective of eight ranks has three times the latency of one of two: a tree is as deep.
+#[test]
+fn a_collective_takes_its_latency_for_each_doubling_of_its_group() {
+    let mut system = System::known("megatron-deepspeed-a100").unwrap();
+    system.constants.latency = 1e3; // seconds, beside which no bytes count
+    let cluster = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
+    let exposed = |tp| job(&eight_billion(tp, 1)).predict(&system, &cluster).unwrap().exposed["all_reduce (tp)"];
+    // Four times as many micro-batches, because dp is a quarter.
+    assert!((exposed(8) / exposed(2) - 3.0 * 4.0).abs() < 1e-2, "{} {}", exposed(8), exposed(2));
+}
+
 /// Sums and gathers are named, and only axes with several ranks have any.
 #[test]
 fn exposed_collectives_have_names() {

@@ -252,6 +252,41 @@ fn some_tokens_at_a_time_are_found_where_they_decide() {
     }
 }
 
+/// What is computed twice because logits and inner features exist a few tokens at a time is no operation of the model.
+#[test]
+fn operations_of_the_model_are_the_same_however_many_tokens_at_a_time() {
+    let mut counter = Counter::default();
+    let mut operations = |more: &[(&str, i64)]| {
+        let mut keys = wide();
+        keys.extend(more.iter().map(|(key, value)| ((*key).to_owned(), (*value).into())));
+        keys.insert("training.global_batch_size".into(), 16.into());
+        let job = Job::new(configured(&keys).unwrap(), &mut counter).unwrap();
+        let step = job.predict(&quick(), &cluster()).unwrap();
+        (step.mfu * step.seconds, step.seconds)
+    };
+    let (whole, chunks, blocks) =
+        (operations(&[]), operations(&[(AT_A_TIME[0], 64)]), operations(&[(AT_A_TIME[1], 64)]));
+    for some in [chunks, blocks] {
+        assert!(some.1 > whole.1, "{some:?} {whole:?}");
+        assert!((some.0 / whole.0 - 1.0).abs() < 1e-12, "{some:?} {whole:?}");
+    }
+}
+
+/// A system that shares out states has plans of one replica too, which shares nothing out; a stage that is given is
+/// kept, and needs several.
+#[test]
+fn one_replica_has_plans_of_every_system() {
+    let mut keys = narrow();
+    keys.extend([("parallelism.tp".to_owned(), 4.into()), ("parallelism.pp".to_owned(), 2.into())]);
+    let mut counter = Counter::default();
+    for name in System::names() {
+        let system = System::known(name).unwrap();
+        assert!(!found(&keys, &system, &cluster(), 1, &mut counter).best.is_empty(), "{name}");
+    }
+    keys.insert("parallelism.zero_stage".into(), 1.into());
+    assert!(found(&keys, &System::known("megatron-h100").unwrap(), &cluster(), 1, &mut counter).points.is_empty());
+}
+
 /// Bytes of the fullest rank, as this command prints them with `--steps 0`.
 fn bytes_of(command: &str) -> f64 {
     let words = command.split(' ').skip(1).chain(["--steps", "0"]);
