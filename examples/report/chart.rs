@@ -25,6 +25,7 @@ pub(super) struct Curve {
 
 /// What is drawn of the points of a curve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "specks and numbers are for pictures of plans")]
 pub(super) enum Marks {
     Line,
     Dots,

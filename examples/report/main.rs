@@ -1,7 +1,6 @@
 //! A page about one or several runs, from the files that `gpt_train --metrics` writes:
 //! `cargo run --release --example report -- run.jsonl other.jsonl --out report.html`
 
-#[allow(dead_code, reason = "specks and numbers are for pictures of plans")]
 mod chart;
 mod page;
 mod run;
