@@ -1,7 +1,6 @@
 //! What NCCL leaves undefined, and the emulation of it names.
 
 use crate::apart as devices;
-use crate::collectives::values;
 use crate::nccl::joined;
 use meshwork_core::comm::OpKind;
 use meshwork_core::{CommError, DType, Group, ReduceOp, World};
@@ -9,7 +8,7 @@ use meshwork_cuda::device::Reduction;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_tensor::Device;
 
-/// NCCL leaves different counts undefined; the emulation names them.
+/// NCCL leaves the order of collectives of several groups undefined; the emulation names a different one.
 #[test]
 fn what_nccl_leaves_undefined_or_refuses_is_an_error() {
     let Some(drivers) = devices(Order::Seeded(3), 2) else { return };
@@ -21,23 +20,6 @@ fn what_nccl_leaves_undefined_or_refuses_is_an_error() {
         });
         ran.unwrap_err().to_string()
     };
-    let counts = run(
-        &|group, device| {
-            let sum =
-                group.all_reduce(device.upload(&values(DType::F32, 5 + group.rank(), 0)).unwrap(), ReduceOp::Sum)?;
-            device.download(&sum).map(drop).map_err(|fault| CommError::Backend {
-                op: OpKind::AllReduce,
-                group: "world".to_owned(),
-                world_rank: group.rank(),
-                message: fault.to_string(),
-            })
-        },
-        false,
-    );
-    assert!(
-        counts.contains("ncclAllReduce(5 of f32, sum)") && counts.contains("ncclAllReduce(6 of f32, sum)"),
-        "{counts}"
-    );
     let shared = run(&|_, _| Ok(()), true);
     assert!(shared.contains("Duplicate GPU detected"), "{shared}");
     let crossed = run(
