@@ -287,7 +287,7 @@ fn memory_is_counted_by_what_it_is_for() {
                 Ok::<_, TrainError>((live, peak))
             })
             .unwrap();
-        // A frozen parameter has weights alone, whole on each rank.
+        // A frozen parameter has weights alone, which are shared out as those of others are.
         let parameters = ModelPlan::new(tower::tower(4), &plan).unwrap().parameters().unwrap();
         let count = |frozen| {
             let of = parameters.iter().filter(|spec| spec.group.frozen == frozen);
@@ -297,7 +297,7 @@ fn memory_is_counted_by_what_it_is_for() {
             let kept =
                 [(Category::Parameters, 4, count(true)), (Category::Gradients, 4, 0), (Category::Optimizer, 8, 0)];
             for ((category, bytes, frozen), parts) in kept.into_iter().zip(parts) {
-                let (least, found) = (bytes * (count(false) / parts + frozen), live.bytes_of(category));
+                let (least, found) = (bytes * (count(false) / parts + frozen / parts), live.bytes_of(category));
                 // Slices are padded to equal lengths, by less than one element a rank and bucket.
                 assert!(
                     (least..=least + 1024).contains(&found),
