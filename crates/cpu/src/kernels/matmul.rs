@@ -88,12 +88,11 @@ pub fn gemm_portable<T: Float>(factors: Factors<'_, T>, (c, strides): (&mut [T],
 /// separate packing would be a large part.
 const SHARED: usize = 1 << 22;
 
-/// About so many words of B are packed at once for all threads: 1 MiB. Every block of C reads all of them, so they must
-/// stay near the cores; and only a small part of a last-level cache is sure to be ours, for other programs use it too.
-const PACKED: usize = 1 << 18;
+/// Up to this many words of B are packed at once for all threads: 8 MiB, which stays in the last-level cache.
+const PACKED: usize = 1 << 21;
 
 /// Columns of B packed at once for all threads; beyond that, terms are cut.
-const COLUMNS: usize = gemm::N_BLOCK;
+const COLUMNS: usize = 4 * gemm::N_BLOCK;
 
 /// Largest number of multiplications of a block of C: about a millisecond, so that threads can join and leave soon.
 const BLOCK: usize = 50 << 20;
@@ -568,10 +567,9 @@ mod tests {
     /// Products that are cut along every dim.
     #[test]
     fn large_operands_are_packed_in_parts() {
-        assert_eq!(at_once(128, 2048), (2048, 128));
-        assert_eq!(at_once(384, 3072), (768, 384));
-        assert_eq!(at_once(50_304, 768), (512, 768));
-        assert_eq!(at_once(768, 50_304), (512, 768));
+        assert_eq!(at_once(1152, 384), (384, 1152));
+        assert_eq!(at_once(50_304, 768), (768, 3072));
+        assert_eq!(at_once(768, 50_304), (2816, 768));
         let (terms, columns) = at_once(3100, 1300);
         assert!(terms < 1300 && columns < 3100);
     }

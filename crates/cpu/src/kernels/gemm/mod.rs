@@ -32,8 +32,7 @@
 //! ```
 //!
 //! The panels of a transposed A are a few columns of a wide matrix, so [`GROUP`] panels are packed and prefetched
-//! together. Every tile fetches as many lines of the next group: all of them during a few tiles would come faster than
-//! a core is served by its last-level cache.
+//! together.
 //!
 //! [`Micro`] has the CPU-specific parts: the tile and the packing of a strip. A tile takes both operands by pointer and
 //! strides, so that packed and unpacked operands use the same instructions. A packed operand consists of words of 32
@@ -121,7 +120,6 @@ use {
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
     std::arch::asm,
-    std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch},
 };
 
 /// Terms summed in registers before they are added to C. Part of the definition of the bits.
@@ -145,9 +143,6 @@ const COPIED_ROWS: usize = 16;
 /// Panels of a transposed A packed at once: 112 columns, of which whole cache lines are read in order. Together with
 /// the same amount of prefetched data, they stay in the L2 cache.
 const GROUP: usize = 8;
-
-/// Most cache lines of the next group that are fetched before a tile: all, where C has 128 columns or more.
-const FETCHED: usize = 64;
 
 /// Up to this many columns, packing A costs more than an unfavourable layout.
 const A_IN_PLACE: usize = 512;
@@ -833,7 +828,6 @@ impl<F: Finish<f32>> Product<F> {
                 (false, false) => None,
             };
             let mut tiles = (end - first) * columns.div_ceil(width);
-            let mut fetched = Fetched::new::<M>(next.filter(|_| along != 1 && self.m > FEW_ROWS), along, [k, tiles]);
             for panel in first..end {
                 let (i, rows) = self.panel(panel, height);
                 let a = match in_place {
@@ -843,7 +837,6 @@ impl<F: Finish<f32>> Product<F> {
                 for first in (0..columns).step_by(width) {
                     let columns = (columns - first).min(width);
                     tiles -= 1;
-                    fetched.next_terms();
                     let b_start = b.start.wrapping_add(first / width * b.panel);
                     let ahead = match next.and_then(|next| self.ahead::<M>(next, tiles)) {
                         // Few rows read B once or twice: its next columns, far apart if it is read in place.
@@ -900,58 +893,19 @@ impl<F: Finish<f32>> Product<F> {
         (1, M::LANES)
     }
 
-    /// The row of the next panel of A, which begins at `next`, that a tile prefetches when `tiles` more tiles come
-    /// before that panel; nothing of a transposed A.
+    /// The part of the next panels of A, which begin at `next`, that a tile prefetches when `tiles` more tiles come
+    /// before those panels: a row of one panel or, for a transposed A, one line of every `TERMS` terms of a group.
     fn ahead<M: Micro>(&self, next: Elements, tiles: usize) -> Option<(*const u8, usize)> {
         let Matrix { row: apart, column: along, .. } = self.a;
         let (_, size) = next.bytes();
-        (along == 1 && tiles < M::ROWS).then(|| (next.from(tiles * apart).bytes().0, M::TERMS * size))
-    }
-}
-
-/// The next group of panels of a transposed A, on its way into the L2 cache.
-struct Fetched {
-    /// The first line of the next term, bytes to the line of the term after it, and lines of a term.
-    at: *const u8,
-    term: usize,
-    lines: usize,
-    /// Terms that are left, and how many a tile fetches.
-    left: usize,
-    at_once: usize,
-}
-
-impl Fetched {
-    /// `k` terms of the group that begins at `next`, `along` elements apart, during so many tiles.
-    fn new<M: Micro>(next: Option<Elements>, along: usize, [k, tiles]: [usize; 2]) -> Fetched {
-        let (at, size) = next.map_or((std::ptr::null(), 1), Elements::bytes);
-        // The first one may begin within a line.
-        let lines = (GROUP * M::ROWS * size).div_ceil(size_of::<Line>()) + 1;
-        let at_once = k.div_ceil(tiles).min((FETCHED / lines).max(1));
-        Fetched { at, term: along * size, lines, left: if next.is_some() { k } else { 0 }, at_once }
-    }
-
-    /// Fetches the terms of a tile.
-    #[inline(always)]
-    fn next_terms(&mut self) {
-        let terms = self.at_once.min(self.left);
-        for _ in 0..terms {
-            (0..self.lines).for_each(|line| fetch(self.at.wrapping_add(line * size_of::<Line>())));
-            self.at = self.at.wrapping_add(self.term);
+        if along == 1 {
+            return (tiles < M::ROWS).then(|| (next.from(tiles * apart).bytes().0, M::TERMS * size));
         }
-        self.left -= terms;
+        let (line, term) = (tiles / M::TERMS, tiles % M::TERMS);
+        let length = size_of::<Line>() / size;
+        let lines = (GROUP * M::ROWS).div_ceil(length) + 1;
+        (line < lines).then(|| (next.from(line * length + term * along).bytes().0, M::TERMS * along * size))
     }
-}
-
-/// Fetches a line into the L2 cache. It need not be readable.
-#[inline(always)]
-fn fetch(line: *const u8) {
-    // SAFETY: every CPU of x86-64 has the instruction, which reads nothing that the program sees.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        _mm_prefetch::<_MM_HINT_T1>(line.cast())
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = line;
 }
 
 /// A block of B in panels as wide as a tile: `panel` words from one to the next, `step` from row to row.

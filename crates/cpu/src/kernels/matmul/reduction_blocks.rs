@@ -3,7 +3,7 @@
 //! A block is a product of only its terms. The sums of a strip of rows of C stay in the cache until the other blocks
 //! are done: the first sum of a strip is in C itself, the others are in memory kept by each thread.
 
-use super::{BLOCKS, Epilogue, Factors, MatmulOperand, Packed, Precision, ROWS, Update};
+use super::{BLOCKS, Epilogue, Factors, MatmulOperand, PACKED, Packed, Precision, ROWS, Update};
 use super::{assert_inside, few_rows, gemm_shared, pack, serial};
 use crate::kernels::gemm;
 use crate::kernels::{Float, pointwise};
@@ -17,9 +17,6 @@ const WAITING: usize = 1 << 15;
 
 /// Up to this many elements, B is packed faster than another thread wakes up.
 const PACKED_ALONE: usize = 1 << 16;
-
-/// Up to this many words, all of B is packed at once: 32 MiB.
-const PACKED: usize = 1 << 23;
 
 /// Rows of a tile: a strip has a multiple of them.
 const TILE: usize = 14;
@@ -114,7 +111,7 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
             });
         });
     }
-    if n * k > PACKED {
+    if n * k > 4 * PACKED {
         // B is too large to be packed as a whole for every strip of C. The blocks are then so long that C need not stay
         // in the cache.
         return add_up(c, blocks, at_once, |block, c, update| {
