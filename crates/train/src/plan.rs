@@ -109,7 +109,8 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// A line about the frozen weights that are stored in fewer bits, and would have so many bytes each; else nothing.
+/// The line about quantised frozen weights: what they take, and what that saves against `bytes` bytes an element. Empty
+/// if no weights are quantised.
 fn base(specs: &[ParamSpec], bytes: usize) -> String {
     let of = |values: Values| -> usize {
         let shapes =

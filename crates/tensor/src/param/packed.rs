@@ -15,8 +15,8 @@ use std::ops::Range;
 /// Messages begin at multiples of this many bytes.
 const ALIGNMENT: usize = 16;
 
-/// How a parameter lies in its flat buffer, which has bytes: as one message, or, where ranks share it out, as one of
-/// each rank, of so many of its elements that none cuts a block.
+/// The place of a packed parameter in its flat buffer of bytes. The parameter is one message; where ZeRO-3 shares it
+/// out, each rank stores one message. The parts are whole numbers of quantisation blocks.
 #[derive(Clone, Debug)]
 pub(super) struct Packed {
     scheme: Scheme,
@@ -30,8 +30,8 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// The next place of a parameter of `count` elements, of which a rank stores `part`, one of the ranges of `share`
-    /// elements, in a flat buffer that has `end` bytes so far; `None` of a parameter that is not packed.
+    /// Places a parameter of `count` elements behind the first `end` bytes of a flat buffer. It is cut into messages of
+    /// `share` elements, of which this rank stores the one with the elements `part`. `None` if it is not packed.
     pub fn new(spec: &ParamSpec, count: usize, share: usize, part: Range<usize>, end: usize) -> Result<Option<Self>> {
         let Some(values) = spec.packed else { return Ok(None) };
         let (scheme, share) = (Scheme::Values(values), share.min(count));
