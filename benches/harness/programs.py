@@ -138,8 +138,8 @@ class Programs:
         return command
 
     def build(self, name):
-        """The path of one of our programs: of the folder MESHWORK_PROGRAMS, for tests of the benchmarks, or built as a release."""
-        if name not in self.built and (folder := os.environ.get("MESHWORK_PROGRAMS")):
+        """The path of one of our programs: of the folder MESHWORK_PROGRAM_FOLDER, for tests of the benchmarks, or built as a release."""
+        if name not in self.built and (folder := os.environ.get("MESHWORK_PROGRAM_FOLDER")):
             self.built[name] = str(Path(folder) / name)
         if name not in self.built:
             cargo = ["cargo", *OURS[name], "--locked", "--message-format=json-render-diagnostics"]

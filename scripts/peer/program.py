@@ -11,7 +11,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = os.environ.get("MESHWORK_GPT_TRAIN", ROOT / "target/debug/examples/gpt_train")
+PROGRAM = Path(os.environ.get("MESHWORK_PROGRAM_FOLDER", ROOT / "target/debug/examples")) / "gpt_train"
 SEQ, BATCH, VOCAB, HIDDEN = 16, 4, 61, 32
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
