@@ -9,7 +9,7 @@ mod memory;
 #[path = "published/search.rs"]
 mod search;
 
-use meshwork_plan::fit::{errors, half, published};
+use meshwork_plan::fit::{errors, fit, half, published};
 use meshwork_plan::table::{Table, configured};
 use meshwork_plan::{Cluster, Counter, Job, Prediction, System};
 use std::collections::BTreeMap;
@@ -53,6 +53,30 @@ fn rows_that_were_not_fitted_are_predicted() {
         off.sort_by(f64::total_cmp);
         assert!(off[off.len() / 2] < median, "{name}: median {}", off[off.len() / 2]);
         assert!(off[off.len() * 9 / 10] < ninth_decile, "{name}: nine of ten {}", off[off.len() * 9 / 10]);
+    }
+}
+
+/// Rows that were made with other constants are fitted, and no constant leaves what it can be on the way.
+#[test]
+fn a_fit_finds_the_constants_of_its_rows() {
+    let own = System::known("fsdp-h100").unwrap();
+    let mut other = own.clone();
+    for (name, value) in [("products", 0.5), ("attention", 0.3), ("passes", 1.5), ("interference", 0.1)] {
+        other.constants.set(name, value);
+    }
+    let mut tables = published(&own, &mut Counter::default()).unwrap();
+    for row in tables.iter_mut().flat_map(|table| &mut table.rows) {
+        row.measured = Some(row.job.predict(&other, &row.cluster).unwrap().seconds);
+    }
+    let rows: Vec<_> = tables.iter().map(|table| half(&table.rows, false)).collect();
+    let mut begin = own.clone();
+    begin.constants.set("passes", 0.01);
+    let fitted = fit(&begin, &rows).unwrap();
+    let passes = fitted.constants.get("passes").unwrap();
+    assert!((0.5..=4.0).contains(&passes), "{passes}");
+    for table in &tables {
+        let found = errors(&fitted, &half(&table.rows, true)).unwrap();
+        assert!(found.most < 0.03, "{}: {found:?}", table.name);
     }
 }
 
