@@ -49,7 +49,7 @@ fn command() -> Command {
         )
         .arg(flag("system", "TEXT", "With --chat: the message of the system in front of it"))
         .arg(flag("tokens", "N", "The most tokens to draw").default_value("100").value_parser(clap::value_parser!(u64)))
-        .arg(flag("mesh", "tp=2,pp=2", "Degrees of tp and pp; the tokens are the same on every mesh"))
+        .arg(flag("mesh", "tp=2,pp=2", "Degrees of tp, pp and cp; the tokens are the same on every mesh"))
         .arg(flag("device", "cpu|cuda[:N]|cuda-emulated[:SEED[:DEVICES]]", "Where the ranks compute, as gpt_train has it"))
         .arg(
             flag("temperature", "T", "Divides the logits; 0 takes the most likely token")

@@ -21,7 +21,7 @@ fn command() -> Command {
     };
     let many = |arg: Arg| arg.action(ArgAction::Append);
     Command::new("mesh_diff")
-        .arg(many(flag("mesh", "dp=2,tp=2,pp=2", "Degrees of the axes dp, tp, pp; given twice, for side A and side B")))
+        .arg(many(flag("mesh", "dp=2,tp=2,pp=2", "Degrees of the axes dp, tp, pp, cp, ep; given twice, for side A and side B")))
         .arg(flag("steps", "N", "Steps to compare").default_value("3").value_parser(steps))
         .arg(flag("config", "FILE.toml", "Settings in TOML sections, for both sides; gpt_train --help lists them"))
         .arg(flag("data", "PATH", "Short for --set data.path=PATH"))

@@ -291,6 +291,12 @@ fn a_launch_that_cannot_be_joined_is_bad_input() {
             "--mesh dp=2 --set comm.library=/nowhere/libmpi.so.12",
             "comm.kind: /nowhere/libmpi.so.12: cannot open shared object file: No such file or directory",
         ),
+        // On the second of two hosts alone: rank 0 does not know it.
+        (
+            &[("PMI_RANK", "1"), ("PMI_SIZE", "2")],
+            "--mesh dp=2 --set comm.library=/nowhere/libmpi.so.12",
+            "rank 1 of 2 by mpiexec cannot join the others: comm.kind: /nowhere/libmpi.so.12: cannot open shared object",
+        ),
     ] {
         let mut command = command(settings);
         command.envs(variables.iter().copied());

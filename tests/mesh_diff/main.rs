@@ -52,6 +52,13 @@ fn a_side_can_be_set_alone() {
 }
 
 #[test]
+fn every_axis_of_a_side_is_told() {
+    let mesh = "--mesh dp=2,cp=2,ep=2 --set moe.num_experts=4";
+    let out = succeed(&format!("--mesh dp=2 {mesh} --set parallelism.context_parallel_method=ring --steps 1"));
+    assert!(out.contains("A: dp=2,tp=1,pp=1, ") && out.contains("B: dp=2,tp=1,pp=1,cp=2,ep=2, "), "{out}");
+}
+
+#[test]
 fn two_meshes_in_fast_numerics_show_a_table() {
     let out = succeed("--mesh dp=1 --mesh dp=2,tp=2,pp=2 --steps 1 --numerics fast");
     let rows = ["forward", "  causal_attention", "backward", "  linear_bias_gelu", "step", "  optimizer states"];

@@ -116,8 +116,10 @@ impl<'a> Side<'a> {
         let (micros, size) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let times = if micros == 1 { "micro-batch" } else { "micro-batches" };
         let [dp, tp, pp] = [mesh.data_degree(), mesh.degree(Axis::Tp), mesh.degree(Axis::Pp)];
+        let seldom = [("cp", mesh.context_degree()), ("ep", mesh.expert_degree())];
+        let seldom = seldom.map(|(axis, degree)| if degree > 1 { format!(",{axis}={degree}") } else { String::new() });
         let (note, schedule) = (&self.note, plan.schedule.name());
-        Ok(format!("dp={dp},tp={tp},pp={pp}{note}, {schedule}, {micros} {times} of {size}"))
+        Ok(format!("dp={dp},tp={tp},pp={pp}{}{note}, {schedule}, {micros} {times} of {size}", seldom.concat()))
     }
 }
 

@@ -479,6 +479,9 @@ impl Endpoint {
                 if over.as_ref().is_some_and(|over| !over.ranks.iter().all(ended)) {
                     self.port.abandon();
                 }
+                let ranks = over.iter().flat_map(|over| over.ranks.iter().enumerate());
+                let silent = ranks.filter(|(_, how)| matches!(how, Activity::Lost(_)));
+                self.port.give_up(silent.map(|(rank, _)| self.hosts.process_of(rank)));
                 state.over.get_or_insert(over);
                 self.stop(state);
                 self.port.leave((self.world, self.rank));

@@ -514,10 +514,17 @@ impl Bench {
             return;
         }
         let all = self.ended.iter().all(Option::is_some);
-        let timeout = self.timeout.map_or(Duration::MAX, |timeout| timeout.max(SILENCE));
+        let silent = |rank: usize| {
+            let report = self.fault.as_ref().map(|(fault, _)| &fault.ranks[rank].activity);
+            matches!(report, Some(Activity::Lost(_)))
+        };
+        // One that did not say what it does need not be waited for longer than it takes to get a core.
+        let answer = self.ended.iter().enumerate().any(|(rank, how)| how.is_none() && !silent(rank));
+        let progress = self.timeout.map_or(Duration::MAX, |timeout| timeout.max(SILENCE));
+        let patience = if answer { progress } else { SILENCE };
         // A rank that has ended waits no longer for others that were told to end.
         let waits = self.fault.as_ref().zip(self.ending).map(|((_, at), ending)| ending.max(*at).elapsed());
-        let late = waits.is_some_and(|waits| waits >= timeout);
+        let late = waits.is_some_and(|waits| waits >= patience);
         if !(all || late) {
             return;
         }
@@ -681,6 +688,23 @@ mod tests {
         assert!(after(&mut bench, 15 * short, short / 16).is_empty());
         let over = after(&mut bench, SILENCE, short / 16);
         assert!(matches!(&over[..], [(To::All, Judge::Over(Some(_)))]), "the others do not wait for ever");
+    }
+
+    /// Rank 1 made no progress for a minute, and does not say what it does: the others wait four seconds more, and not
+    /// another minute.
+    #[test]
+    fn a_process_that_stands_still_is_not_waited_for_twice() {
+        let mut bench = Bench::new(2, Some(Duration::from_secs(60)));
+        let kind = FaultKind::Timeout { rank: 1, after: Duration::from_secs(60), chain: vec![0, 1] };
+        hear(&mut bench, 0, Tell::Found { kind, site: None });
+        hear(&mut bench, 0, Tell::Report(RankReport { rank: 0, activity: Activity::Waiting, site: None }));
+        assert!(bench.fault.is_none(), "it may yet say what it does");
+        bench.found.as_mut().unwrap().at -= SILENCE;
+        let stopped = after(&mut bench, Duration::ZERO, LOOKS[1]);
+        assert!(matches!(&stopped[..], [(To::All, Judge::Stopped(_))]));
+        assert!(hear(&mut bench, 0, Tell::Ends { how: Activity::Failed("told".to_owned()), forks: 0 }).is_empty());
+        let over = after(&mut bench, SILENCE, LOOKS[1]);
+        assert!(matches!(&over[..], [(To::All, Judge::Over(Some(_)))]), "nothing more is waited for");
     }
 
     /// Rank 0 waits for its device. Rank 1 is not late as long as its process answers, whatever it does, and is gone if

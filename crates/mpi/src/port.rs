@@ -23,6 +23,9 @@ use crate::wire;
 /// How long processes that are alive may take to end.
 const LAST: Duration = Duration::from_secs(5);
 
+/// How long messages are moved at the end of MPI where some are for a process that does not answer.
+const BRIEF: Duration = Duration::from_millis(300);
+
 /// This process among all that were launched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
@@ -101,6 +104,8 @@ struct Desk {
     byes: FxHashSet<usize>,
     /// Processes without which the others went on.
     gone: FxHashSet<usize>,
+    /// Processes that did not answer at the end of a world, and do not come to the end of MPI.
+    silent: FxHashSet<usize>,
 }
 
 /// What a first message is, by its first byte: a [`Part`], or a [`Cover`].
@@ -342,6 +347,11 @@ impl Port {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
+    /// Takes note of processes that did not answer at the end of a world: nobody waits for them at the end of MPI.
+    pub(crate) fn give_up(&self, processes: impl Iterator<Item = usize>) {
+        lock(&self.desk).silent.extend(processes);
+    }
+
     /// Ends MPI, on the thread that initialised it, if all processes come to this.
     pub(crate) fn close(&self) {
         let met = self.meet();
@@ -361,9 +371,11 @@ impl Port {
     /// does not come; where one may not, the wait is short.
     fn meet(&self) -> bool {
         let process = self.layout.process;
-        let there: Vec<usize> = {
-            let gone = &lock(&self.desk).gone;
-            (0..self.layout.processes).filter(|process| !gone.contains(process)).collect()
+        let (there, is_silent) = {
+            let Desk { gone, silent, .. } = &*lock(&self.desk);
+            let there: Vec<usize> = (0..self.layout.processes).filter(|process| !gone.contains(process)).collect();
+            let is_silent = there.iter().any(|process| silent.contains(process));
+            (there, is_silent)
         };
         let first = there.first().copied().unwrap_or(process);
         let say = |to: usize| {
@@ -378,7 +390,8 @@ impl Port {
         }
         let all = |desk: &Desk| {
             // A lost process does not come.
-            let came = |other: &usize| desk.byes.contains(other) || desk.lost.iter().any(|(lost, _)| lost == other);
+            let lost = |other: &usize| desk.silent.contains(other) || desk.lost.iter().any(|(lost, _)| lost == other);
+            let came = |other: &usize| desk.byes.contains(other) || lost(other);
             if process == first { there.iter().all(|other| *other == first || came(other)) } else { came(&first) }
         };
         while !all(&lock(&self.desk)) {
@@ -392,6 +405,8 @@ impl Port {
         if process == first {
             there.into_iter().skip(1).for_each(say);
         }
+        // What is for a process that does not answer stays under way; the rest is over soon.
+        let longest = if is_silent { begun.elapsed() + BRIEF } else { longest };
         while self.is_busy() {
             if begun.elapsed() > longest {
                 return false;
@@ -400,7 +415,7 @@ impl Port {
                 pause.rest();
             }
         }
-        true
+        !is_silent
     }
 }
 

@@ -102,7 +102,7 @@ impl<T> Wire<T> {
             library.die_with_launcher();
         }
         let (firsts, larges) = (library.duplicate(world)?, library.duplicate(world)?);
-        unlink_shared_memory();
+        unlink_shared_memory(processes == 1);
         let largest_tag = library.largest_tag(world);
         let (tags, lost) = (vec![0; processes], vec![false; processes]);
         let (sends, receives, noticed) = (Vec::new(), Vec::new(), VecDeque::new());
@@ -311,12 +311,15 @@ impl<T: std::marker::Send> Carrier<T> for Wire<T> {
 }
 
 /// Removes the names of the shared memory that MPICH has mapped, so that none is left if this process is killed. All
-/// processes have mapped it: they have made a communicator together.
-fn unlink_shared_memory() {
+/// processes have mapped it: they have made a communicator together. Open MPI's processes map each other's later, and
+/// their launcher removes it; of a process that is `alone`, as under another library's launcher, nobody does.
+fn unlink_shared_memory(alone: bool) {
     // Elsewhere there is no such file, and MPICH removes its own at the end.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let names: BTreeSet<&str> =
-        maps.lines().filter_map(|line| Some(&line[line.find("/dev/shm/mpich_shm")?..])).collect();
+    let prefixes: &[&str] =
+        if alone { &["/dev/shm/mpich_shm", "/dev/shm/sm_segment"] } else { &["/dev/shm/mpich_shm"] };
+    let name = |line| prefixes.iter().find_map(|prefix| Some(&line[str::find(line, prefix)?..]));
+    let names: BTreeSet<&str> = maps.lines().filter_map(name).collect();
     names.into_iter().for_each(|name| _ = std::fs::remove_file(name)); // another process may have been first
 }
 

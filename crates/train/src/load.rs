@@ -159,7 +159,7 @@ const STACK_BYTES: u128 = 2 << 20;
 /// The fault of a run that needs more threads or memory than this process may take.
 fn too_large(config: &Config) -> Option<Fault> {
     let mesh = &config.parallelism;
-    let mesh = format!("dp={},tp={},pp={}", mesh.dp, mesh.tp, mesh.pp);
+    let mesh = mesh.degrees();
     let fault = |problem: String, valid: &str| Some(Fault::new("parallelism", &mesh, problem, valid));
     let machine = Machine::here();
     let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()) as u128;

@@ -16,6 +16,14 @@ use meshwork_pipeline::simulate;
 use meshwork_tensor::ParamSpec;
 use std::collections::BTreeSet;
 
+/// Operations in words: of a large step in TFLOP.
+fn computation(flops: u64) -> String {
+    match flops {
+        ..1_000_000_000_000_000 => format!("{:.3} GFLOP", flops as f64 / 1e9),
+        _ => format!("{} TFLOP", grouped(flops / 1_000_000_000_000)),
+    }
+}
+
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
 /// together.
 pub fn report(config: &Config) -> Result<String, RankError> {
@@ -80,11 +88,11 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         };
         text += &format!(
             "{ranks} (pp rank {pp_rank}){comma}\n  parameters     {}\n  memory         {} of weights, gradients and optimizer \
-             states; {} at the peak\n  computation    {:.3} GFLOP a step\n",
+             states; {} at the peak\n  computation    {} a step\n",
             grouped(parameters as u64),
             size(model_bytes as f64),
             size(memory.total() as f64),
-            flops as f64 / 1e9,
+            computation(flops),
         );
         if config.parallelism.ep > 1 && config.moe.router != MoeRouter::ExpertChoice {
             // How many rows the experts of a rank take depends on the data.

@@ -64,7 +64,7 @@ fn check_ranks(config: &Config, settings: &mut Settings) {
     let (layers, mesh) = (config.model.num_layers, &config.parallelism);
     let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "parallelism.cp"];
     settings.require(&axes, mesh.world_size().is_some(), || {
-        let mesh = format!("dp={},tp={},pp={},cp={}", mesh.dp, mesh.tp, mesh.pp, mesh.cp);
+        let mesh = mesh.degrees();
         let problem = "the number of ranks, dp · tp · pp · cp, overflows";
         Fault::new("parallelism", mesh, problem, "use as many ranks as you have")
     });

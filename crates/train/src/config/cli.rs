@@ -51,7 +51,12 @@ pub(super) fn command() -> Command {
     });
     Command::new("gpt_train")
         .arg(flag("config", "FILE.toml", "Settings in TOML sections, as listed below"))
-        .arg(flag("mesh", "dp=2,tp=4,pp=2", "Degrees of the axes dp, tp, pp; axes not named are 1; auto: the fastest on these cores, by steps that it takes"))
+        .arg(flag(
+            "mesh",
+            "dp=2,tp=4,pp=2",
+            "Degrees of the axes dp, tp, pp, cp, ep; axes not named are 1; auto: the fastest on these cores, by steps \
+             that it takes",
+        ))
         .args(short)
         .arg(flag(
             "device",

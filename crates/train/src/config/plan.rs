@@ -252,6 +252,13 @@ impl Parallelism {
     pub fn world_size(&self) -> Option<usize> {
         [self.dp, self.tp, self.pp, self.cp].into_iter().try_fold(1usize, usize::checked_mul)
     }
+
+    /// The degrees as they are given, for an error about them; cp and ep at 1 are left out, as few meshes use them.
+    pub(crate) fn degrees(&self) -> String {
+        let seldom = [("cp", self.cp), ("ep", self.ep)].into_iter().filter(|(_, degree)| *degree > 1);
+        let seldom = seldom.map(|(axis, degree)| format!(",{axis}={degree}"));
+        format!("dp={},tp={},pp={}{}", self.dp, self.tp, self.pp, seldom.collect::<String>())
+    }
 }
 
 impl Memory {

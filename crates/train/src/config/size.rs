@@ -82,7 +82,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let axes = ["parallelism.dp", "parallelism.tp", "parallelism.pp", "training.steps"];
     if let Some(ranks) = mesh.world_size().filter(|_| config.training.steps > 0) {
         settings.require(&axes, ranks <= MAX_THREADS, || {
-            let mesh = format!("dp={},tp={},pp={}", mesh.dp, mesh.tp, mesh.pp);
+            let mesh = mesh.degrees();
             let problem = format!("{ranks} ranks, each a thread of this process");
             let valid = format!("use {MAX_THREADS} ranks or fewer; --steps 0 reports on any mesh");
             Fault::new("parallelism", mesh, problem, valid)

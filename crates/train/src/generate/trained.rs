@@ -147,7 +147,7 @@ impl Trained {
         processes::launch(&mut config, &mut settings);
         let dp = config.parallelism.dp;
         if dp > 1 {
-            settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
+            settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp, pp and cp");
         }
         let ep = config.parallelism.ep;
         if dp == 1 && ep > 1 {
@@ -155,7 +155,7 @@ impl Trained {
                 "--mesh",
                 format!("ep={ep}"),
                 "one text has no other tokens for other ranks",
-                "use tp and pp",
+                "use tp, pp and cp",
             );
         }
         if settings.faults.is_empty() {

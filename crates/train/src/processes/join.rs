@@ -213,6 +213,12 @@ pub(crate) fn is_lost(end: &RankEnd) -> bool {
     end.to_string().starts_with("is lost")
 }
 
+/// Whether a rank ended because its process could not join the others.
+pub(super) fn is_alone(end: &RankEnd) -> bool {
+    let RankEnd::Error(error) = end else { return false };
+    matches!(error.downcast_ref(), Some(RankError::Mpi(_) | RankError::Launch(_)))
+}
+
 /// An error with the ranks as they were launched, where processes were lost before.
 fn as_launched(error: RunError, there: &[usize], each: usize) -> RunError {
     let number = |process: &usize| ORDER.get()?.iter().position(|launched| launched == process);

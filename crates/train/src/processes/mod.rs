@@ -202,11 +202,15 @@ impl Config {
     }
 
     /// Whether this process tells the error of the run: that of rank 0, or the first that was not lost. All processes
-    /// have the same error. The others should give it a moment before they end, because a launcher may end all others
-    /// when the first has.
+    /// have the same error, except where one cannot join the others: nobody else knows why. The others should give it a
+    /// moment before they end, because a launcher may end all others when the first has.
     #[must_use]
     pub fn tells(&self, error: &RunError) -> bool {
         let Some(launch) = &self.comm.launch else { return true };
+        let own = launch.rank * self.comm.ranks_per_process;
+        if error.ends.get(own).and_then(Option::as_ref).is_some_and(join::is_alone) {
+            return true;
+        }
         let first = error.ends.iter().position(|end| !end.as_ref().is_some_and(join::is_lost));
         first.is_none_or(|first| join::process_of(first, self.comm.ranks_per_process) == launch.rank)
     }

@@ -93,7 +93,7 @@ fn mesh_strings() {
 fn a_world_that_overflows() {
     // 2^40 ranks per axis: each fits, the product does not.
     let refusal = refusal("--mesh dp=1099511627776,tp=1099511627776 --set training.global_batch_size=1099511627776");
-    let expected = "parallelism = dp=1099511627776,tp=1099511627776,pp=1,cp=1: the number of ranks, dp · tp · pp · cp, \
+    let expected = "parallelism = dp=1099511627776,tp=1099511627776,pp=1: the number of ranks, dp · tp · pp · cp, \
                     overflows; use as many ranks as you have";
     assert!(refusal.lines().any(|line| line == expected), "{refusal}");
 }

@@ -232,7 +232,7 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
     std::fs::create_dir_all(&empty).unwrap();
     assert!(message(&empty, None, "").contains("--model "), "{}", message(&empty, None, ""));
     let both = message(&checkpoints, None, "--mesh dp=2,tp=3");
-    assert!(both.contains("dp=2: one text has nothing to split over dp; use tp and pp"), "{both}");
+    assert!(both.contains("dp=2: one text has nothing to split over dp; use tp, pp and cp"), "{both}");
     assert!(both.contains("model.num_heads = 4: is not divisible by parallelism.tp = 3"), "{both}");
     let tokenizer = message(&export, Some("no-such-tokenizer"), "");
     assert!(
