@@ -5,10 +5,13 @@
 //! summed only over the other data-parallel ranks. They may also be sharded over tp, as in a tensor-parallel block:
 //! `copy` before the first product and `all_reduce` after the last, on rows. Otherwise experts are whole, and the ranks
 //! of tp do the same work.
+//!
+//! A weight may have [adapters](meshwork_tensor::param::Adapters), an A and a B of each expert, which are sharded as it
+//! is: `y ← y + B · s · A · x`, row by row. What they move between ranks of tp are rows of `rank` features.
 
 use crate::MoeError;
 use meshwork_core::{Axes, Axis, Mesh};
-use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::op::{LowRank, RowGroups};
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 use std::fmt::Debug;
@@ -75,12 +78,58 @@ impl ExpertShape {
     }
 }
 
+/// The weights of one product of all experts, with their adapters.
+#[derive(Clone, Debug)]
+struct GroupedWeight {
+    id: ParamId,
+    adapters: LowRank,
+}
+
+impl GroupedWeight {
+    fn new(
+        params: &mut Declarations,
+        name: String,
+        dims: &[usize],
+        placement: Placement,
+        matrices: Matrices,
+        init: Init,
+    ) -> Result<Self> {
+        let id = params.declare_in(name, dims, placement, Role::Weight, init, ParamGroup::hidden(matrices))?;
+        Ok(Self { id, adapters: LowRank::new(params, id)? })
+    }
+
+    /// `rows · Wᵀ` of the first product.
+    fn first(&self, tape: &Tape, shape: &ExpertShape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
+        let inner = self.adapters.inner(
+            tape,
+            || Ok(rows.clone()),
+            |rows, a| shape.enter(&rows.grouped_linear(a, 1, groups)?.scale(self.adapters.scale())?),
+        )?; // [rows, rank]
+        // Behind the adapters: so their gradients are added to that of this product, whether the rows are copied or
+        // not.
+        let x = shape.enter(rows)?;
+        let y = x.grouped_linear(&tape.param(self.id)?, 1, groups)?; // [rows, ffn/tp], Shard
+        self.adapters.add(y, &inner, |inner, b| inner.grouped_linear(b, 1, groups))
+    }
+
+    /// `x · Wᵀ` of the last product, summed over tp.
+    fn last(&self, tape: &Tape, shape: &ExpertShape, x: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
+        let inner = self.adapters.inner(
+            tape,
+            || Ok(x.clone()),
+            |x, a| shape.leave(&x.grouped_linear(a, 1, groups)?)?.scale(self.adapters.scale()), // Σ_tp
+        )?; // [rows, rank]
+        let y = shape.leave(&x.grouped_linear(&tape.param(self.id)?, 1, groups)?)?; // [rows, hidden], Σ_tp
+        self.adapters.add(y, &inner, |inner, b| inner.grouped_linear(b, 1, groups))
+    }
+}
+
 /// `gelu(x · Wupᵀ + bup) · Wdownᵀ + bdown` of each expert: GPT-2's MLP. The biases are optional.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct GroupedMlp {
     shape: ExpertShape,
-    up: ParamId,
-    down: ParamId,
+    up: GroupedWeight,
+    down: GroupedWeight,
     biases: Option<[ParamId; 2]>,
 }
 
@@ -98,20 +147,20 @@ impl GroupedMlp {
     ) -> Result<Self> {
         shape.check(mesh)?;
         let ExpertShape { experts, hidden, ffn, .. } = shape;
-        let mut declare = |part: &str, dims: &[usize], cut, role, init| {
-            let of_each = Matrices::new(1, 1);
-            let group = if role == Role::Weight { ParamGroup::hidden(of_each) } else { ParamGroup::bias(of_each) };
-            params.declare_in(format!("{name}.{part}"), dims, shape.placement(cut), role, init, group)
+        let of_each = Matrices::new(1, 1);
+        let mut weight = |part: &str, dims: &[usize], cut, init| {
+            let (name, placement) = (format!("{name}.{part}.weight"), shape.placement(Some(cut)));
+            GroupedWeight::new(params, name, dims, placement, of_each, init)
         };
-        let [up, down] = [
-            declare("up.weight", &[experts, ffn, hidden], Some(1), Role::Weight, up)?,
-            declare("down.weight", &[experts, hidden, ffn], Some(2), Role::Weight, down)?,
-        ];
+        let up = weight("up", &[experts, ffn, hidden], 1, up)?;
+        let down = weight("down", &[experts, hidden, ffn], 2, down)?;
+        let mut vector = |part: &str, features, cut| {
+            let (name, placement, group) =
+                (format!("{name}.{part}.bias"), shape.placement(cut), ParamGroup::bias(of_each));
+            params.declare_in(name, &[experts, features], placement, Role::Bias, Init::Zeros, group)
+        };
         let biases = match bias {
-            true => Some([
-                declare("up.bias", &[experts, ffn], Some(1), Role::Bias, Init::Zeros)?,
-                declare("down.bias", &[experts, hidden], None, Role::Bias, Init::Zeros)?,
-            ]),
+            true => Some([vector("up", ffn, Some(1))?, vector("down", hidden, None)?]),
             false => None,
         };
         Ok(Self { shape, up, down, biases })
@@ -120,23 +169,21 @@ impl GroupedMlp {
 
 impl Experts for GroupedMlp {
     fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
-        let x = self.shape.enter(rows)?; // [rows, hidden]
-        let mut inner = x.grouped_linear(&tape.param(self.up)?, 1, groups)?; // [rows, ffn/tp]
+        let mut inner = self.up.first(tape, &self.shape, rows, groups)?; // [rows, ffn/tp]
         if let Some([bias, _]) = self.biases {
             inner = inner.grouped_bias(&tape.param(bias)?, groups)?;
         }
-        let y = inner.gelu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
-        let y = self.shape.leave(&y)?; // Σ_tp
+        let y = self.down.last(tape, &self.shape, &inner.gelu()?, groups)?; // [rows, hidden], Σ_tp
         if let Some([_, bias]) = self.biases { y.grouped_bias(&tape.param(bias)?, groups) } else { Ok(y) }
     }
 }
 
 /// `(silu(x · Wgateᵀ) · (x · Wupᵀ)) · Wdownᵀ` of each expert: the MLP of Llama and Mixtral.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct GroupedSwiGlu {
     shape: ExpertShape,
-    gate_up: ParamId,
-    down: ParamId,
+    gate_up: GroupedWeight,
+    down: GroupedWeight,
 }
 
 impl GroupedSwiGlu {
@@ -153,8 +200,8 @@ impl GroupedSwiGlu {
         let ExpertShape { experts, hidden, ffn, .. } = shape;
         let mut declare = |part: &str, dims: &[usize], cut, interleaved, init| {
             let of_each = Matrices::new(1, 1).interleaved(interleaved);
-            let (placement, group) = (shape.placement(Some(cut)), ParamGroup::hidden(of_each));
-            params.declare_in(format!("{name}.{part}.weight"), dims, placement, Role::Weight, init, group)
+            let (name, placement) = (format!("{name}.{part}.weight"), shape.placement(Some(cut)));
+            GroupedWeight::new(params, name, dims, placement, of_each, init)
         };
         Ok(Self {
             shape,
@@ -166,9 +213,10 @@ impl GroupedSwiGlu {
 
 impl Experts for GroupedSwiGlu {
     fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var> {
-        let x = self.shape.enter(rows)?; // [rows, hidden]
-        let inner = x.grouped_linear_swiglu(&tape.param(self.gate_up)?, 1, groups)?; // [rows, ffn/tp]
-        let y = inner.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
-        self.shape.leave(&y) // Σ_tp
+        let inner = match self.gate_up.adapters.is_on(tape) {
+            false => self.shape.enter(rows)?.grouped_linear_swiglu(&tape.param(self.gate_up.id)?, 1, groups)?,
+            true => self.gate_up.first(tape, &self.shape, rows, groups)?.swiglu()?,
+        }; // [rows, ffn/tp]
+        self.down.last(tape, &self.shape, &inner, groups) // [rows, hidden], Σ_tp
     }
 }

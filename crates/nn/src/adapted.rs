@@ -31,7 +31,8 @@ impl Adapted {
                 return Err(Error::Declaration {
                     name: weight.clone(),
                     problem: "an adapter is asked for, and the layer of this weight adds none".to_owned(),
-                    valid: "leave it out of the targets, or declare it in a ColumnLinear or RowLinear".to_owned(),
+                    valid: "leave it out of the targets, or declare it in a layer that does, such as ColumnLinear"
+                        .to_owned(),
                 });
             }
         }

@@ -1,8 +1,9 @@
 //! Column- and row-parallel linear layers over structural dims, and one that is whole on every rank.
 
 use crate::Region;
-use crate::adapter::LowRank;
+use crate::adapter::InBlock;
 use meshwork_core::{Axis, Mesh};
+use meshwork_tensor::op::LowRank;
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
 
@@ -87,7 +88,7 @@ impl ColumnLinear {
     pub fn forward_adapted(&self, tape: &Tape, x: &Var, normed: &Var, region: Region) -> Result<Var> {
         let inner = self.adapters.of_column(tape, normed, region)?;
         let (Some(b), Some(inner)) = (self.adapters.whole(), inner.first()) else {
-            return self.adapters.add_column(tape, self.forward(tape, x)?, &inner);
+            return self.adapters.add_column(self.forward(tape, x)?, &inner);
         };
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         x.linear_plus(&tape.param(self.weight)?, bias.as_ref(), 1, [inner, &tape.param(b)?])
@@ -96,7 +97,7 @@ impl ColumnLinear {
     /// `y`, the result of [`forward`](Self::forward), and what the adapters of the weight add to it, as
     /// [`forward_adapted`](Self::forward_adapted) does.
     pub fn adapted(&self, tape: &Tape, y: Var, normed: &Var, region: Region) -> Result<Var> {
-        self.adapters.add_column(tape, y, &self.adapters.of_column(tape, normed, region)?)
+        self.adapters.add_column(y, &self.adapters.of_column(tape, normed, region)?)
     }
 
     /// Whether [`adapted`](Self::adapted) adds something: a function of the result comes behind it.
@@ -150,7 +151,7 @@ impl ReplicatedLinear {
     /// `x [.., input]` → `[.., output]`, of the same types.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let inner = self.adapters.of_whole(tape, x)?;
-        self.adapters.add_column(tape, x.linear(&tape.param(self.weight)?, 1)?, &inner)
+        self.adapters.add_column(x.linear(&tape.param(self.weight)?, 1)?, &inner)
     }
 }
 

@@ -23,7 +23,7 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 pub const BASE_HASH: &str = "meshwork_base_hash";
 
 /// Settings of PEFT that mean another adapter than A and B beside linear layers, with the values that mean none.
-const UNSUPPORTED: [&str; 17] = [
+const UNSUPPORTED: [&str; 16] = [
     "use_dora",
     "use_qalora",
     "use_bdlora",
@@ -37,7 +37,6 @@ const UNSUPPORTED: [&str; 17] = [
     "exclude_modules",
     "rank_pattern",
     "alpha_pattern",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "arrow_config",
@@ -83,7 +82,7 @@ impl Lora {
         if rank < 1.0 || rank.fract() != 0.0 {
             problems.push(format!("r is {rank}, no rank"));
         }
-        let targets: Vec<String> = match &config["target_modules"] {
+        let mut targets: Vec<String> = match &config["target_modules"] {
             Value::String(word) if word == super::lora::ALL_LINEAR => vec![word.clone()],
             Value::Array(names) => names.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect(),
             other => {
@@ -91,6 +90,21 @@ impl Lora {
                 Vec::new()
             }
         };
+        // Linear layers by their weights, as `peft` is told of those that have names of experts.
+        let layer =
+            |weight: &Value| weight.as_str().and_then(|weight| weight.strip_suffix(".weight")).map(str::to_owned);
+        let parameters = &config["target_parameters"];
+        match parameters.as_array().map(|list| list.iter().map(layer).collect::<Option<Vec<String>>>()) {
+            Some(Some(layers)) => {
+                let is_named = |layer: &String| targets.iter().any(|target| super::lora::is_end(layer, target));
+                let others: Vec<String> = layers.into_iter().filter(|layer| !is_named(layer)).collect();
+                targets.extend(others);
+            }
+            None if !is_set(parameters) => {}
+            _ => problems.push(format!(
+                "target_parameters that are no weights of linear layers are not supported: {parameters}"
+            )),
+        }
         if !problems.is_empty() {
             let problem = problems.join("; ");
             return Err(Error::Format { path: folder.join(CONFIG), problem });
@@ -220,17 +234,25 @@ impl AdapterExport {
         }
         let file = Export::new(self.architecture, self.dtype);
         file.write_shard(&staged.dir().join(WEIGHTS), &specs, &tensors, weights)?;
-        super::export::write_file(&staged.dir().join(CONFIG), format!("{:#}\n", self.config()).as_bytes())?;
+        super::export::write_file(&staged.dir().join(CONFIG), format!("{:#}\n", self.config()?).as_bytes())?;
         staged.commit()
     }
 
-    fn config(&self) -> Value {
+    fn config(&self) -> Result<Value, Error> {
         let Lora { rank, alpha, rslora, dropout, targets } = &self.lora;
-        let targets = match &targets[..] {
-            [all] if all == super::lora::ALL_LINEAR => json!(all),
-            names => json!(names),
+        let of_experts = self.architecture.experts.is_some();
+        let (modules, parameters) = match &targets[..] {
+            _ if of_experts => self.architecture.peft_targets(&self.lora)?.map(|names| json!(names)).into(),
+            [all] if all == super::lora::ALL_LINEAR => (json!(all), json!(null)),
+            names => (json!(names), json!(null)),
         };
-        json!({
+        // `peft` takes gate and up of experts for one matrix of twice the rank and twice alpha, to which rsLoRA gives
+        // another factor.
+        let (alpha, rslora) = match *rslora && of_experts {
+            true => (self.lora.scale() * *rank as f64, false),
+            false => (*alpha, *rslora),
+        };
+        Ok(json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
@@ -239,10 +261,11 @@ impl AdapterExport {
             "lora_alpha": alpha,
             "lora_dropout": dropout,
             "use_rslora": rslora,
-            "target_modules": targets,
+            "target_modules": modules,
+            "target_parameters": parameters,
             "bias": "none",
             "fan_in_fan_out": self.architecture.has_transposed_matrices(),
             "inference_mode": true,
-        })
+        }))
     }
 }

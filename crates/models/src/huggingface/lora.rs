@@ -3,7 +3,8 @@
 //!
 //! PEFT names the linear layers of `transformers`. A weight here may hold several of them, as keys and values: then
 //! each has its own adapter. Or one of them may be several weights here, as the fused queries, keys and values of a
-//! Phi-3: then these have one A, and a part of B each.
+//! Phi-3: then these have one A, and a part of B each. The matrices of experts are linear layers there and one weight
+//! here, beside which A and B of all experts are one parameter each.
 
 use super::{Architecture, Error, layout};
 use crate::families::TensorPart;
@@ -30,15 +31,15 @@ pub struct Lora {
     pub targets: Vec<String>,
 }
 
-/// A linear layer of `transformers`: a matrix `[outputs, inputs]`.
+/// A linear layer of `transformers`: a matrix `[outputs, inputs]`; or that of each expert of a layer.
 struct Module {
-    /// Its name, without the prefix of all names.
-    name: String,
+    /// Its name, without the prefix of all names; the names of those of all experts, in their order.
+    names: Vec<String>,
     /// The weights here that it holds.
     weights: Vec<Held>,
 }
 
-/// A weight, and the matrix of it that a module holds; `None`: all of it.
+/// A weight, and the matrix of it, or of each of its experts, that a module holds; `None`: all of it.
 struct Held {
     weight: ParamSpec,
     matrix: Option<usize>,
@@ -64,22 +65,31 @@ impl Lora {
 }
 
 /// Whether a name is `end`, or ends with it behind a point.
-fn is_end(name: &str, end: &str) -> bool {
+pub(super) fn is_end(name: &str, end: &str) -> bool {
     name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 impl Module {
     /// Its adapter's part beside one of its weights.
     fn adapter(&self, held: &Held) -> AdapterSpec {
-        let layer = held.weight.name.rsplit('.').nth(1).unwrap_or_default();
-        let part = if self.weights.len() > 1 { format!(".{layer}") } else { String::new() };
-        let [a, b] = [format!("{}.lora_A.weight", self.name), format!("{}.lora_B{part}.weight", self.name)];
+        let mut here = held.weight.name.rsplit('.').skip(1);
+        let part = if self.weights.len() > 1 { format!(".{}", here.next().unwrap_or_default()) } else { String::new() };
+        let name = match &self.names[..] {
+            [name] => name.clone(),
+            _ => format!("{}.{}", held.weight.name.rsplitn(3, '.').last().unwrap_or_default(), self.last_word()),
+        };
+        let [a, b] = [format!("{name}.lora_A.weight"), format!("{name}.lora_B{part}.weight")];
         AdapterSpec { a, b, matrix: held.matrix }
     }
 
-    /// Whether adapters fit beside all of its weights.
-    fn is_adaptable(&self) -> bool {
-        self.weights.iter().all(|held| self.adapter(held).specs(&held.weight, 1).is_ok())
+    /// Whether it is a matrix of each expert.
+    fn is_of_experts(&self) -> bool {
+        self.weights.iter().any(|held| held.weight.expert_dims() > 0)
+    }
+
+    /// The last word of its name, by which targets name it.
+    fn last_word(&self) -> String {
+        self.names.first().and_then(|name| name.rsplit('.').next()).unwrap_or_default().to_owned()
     }
 }
 
@@ -106,17 +116,27 @@ impl Architecture {
         for module in self.targeted(lora)? {
             for held in &module.weights {
                 let [a, b] = module.adapter(held).specs(&held.weight, lora.rank)?;
-                let name =
-                    |matrix: &str| format!("base_model.model.{}{}.{matrix}.weight", self.family.prefix, module.name);
+                let tensor =
+                    |name: &str, matrix: &str| format!("base_model.model.{}{name}.{matrix}.weight", self.family.prefix);
                 if seen.insert(a.name.clone()) {
-                    let shape = [lora.rank, a.dims[1..].iter().product()];
-                    let parts = TensorPart::same(name("lora_A"), &a.dims, &shape);
+                    let experts = held.weight.expert_dims();
+                    let shape = [lora.rank, a.dims[experts + 1..].iter().product()];
+                    let named = module.names.iter().map(|name| tensor(name, "lora_A"));
+                    let parts = match experts {
+                        0 => named.flat_map(|name| TensorPart::same(name, &a.dims, &shape)).collect(),
+                        _ => named
+                            .zip(0..)
+                            .map(|(name, at)| TensorPart::at(name, &a.dims, vec![(0, at)], &shape))
+                            .collect(),
+                    };
                     all.push(AdapterParameter { spec: a, parts });
                 }
                 let weight = layout::parts(self, &held.weight.name, held.weight.dims);
-                let of_module = weight.iter().filter(|part| module_of(part) == Some(&*module.name));
-                let parts = of_module.map(|part| of_b(part, held, lora.rank, name("lora_B"))).collect();
-                all.push(AdapterParameter { spec: b, parts });
+                let of_module = |part: &TensorPart| {
+                    let name = module_of(part).filter(|name| module.names.iter().any(|of| of == name))?;
+                    Some(of_b(part, held, lora.rank, tensor(name, "lora_B")))
+                };
+                all.push(AdapterParameter { spec: b, parts: weight.iter().filter_map(of_module).collect() });
             }
         }
         Ok(all)
@@ -131,32 +151,73 @@ impl Architecture {
         })
     }
 
-    /// The modules that have an adapter.
-    fn targeted(&self, lora: &Lora) -> Result<Vec<Module>, Error> {
-        let (can, cannot): (Vec<Module>, Vec<Module>) = self.modules()?.into_iter().partition(Module::is_adaptable);
-        let whole = |module: &Module| format!("{}{}", self.family.prefix, module.name);
-        let last = |module: &Module| module.name.rsplit('.').next().unwrap_or_default().to_owned();
-        let mut known = Vec::new();
-        for name in can.iter().map(last) {
-            if !known.contains(&name) {
-                known.push(name);
+    /// The names of layers and of weights by which `peft` finds these adapters in a model with experts
+    /// (`target_modules`, `target_parameters`). To it `all-linear` has routers too, and names that end as those of
+    /// experts' matrices are theirs alone: other layers of such names are named by their weights.
+    pub(super) fn peft_targets(&self, lora: &Lora) -> Result<[Vec<String>; 2], Error> {
+        let of_experts: Vec<String> =
+            self.modules()?.iter().filter(|module| module.is_of_experts()).map(Module::last_word).collect();
+        let targeted = self.targeted(lora)?;
+        let has_experts = targeted.iter().any(Module::is_of_experts);
+        let is_theirs = |name: &str| name.rsplit('.').next().is_some_and(|word| of_experts.iter().any(|of| of == word));
+        let all = lora.targets.iter().any(|target| target == ALL_LINEAR);
+        let names = if all { self.last_words()? } else { lora.targets.clone() };
+        let dense = targeted.iter().filter(|module| !module.is_of_experts() && is_theirs(&module.last_word()));
+        let weight = |name: &String| format!("{}{name}.weight", self.family.prefix);
+        let weights = dense.flat_map(|module| &module.names).map(weight).collect();
+        Ok([names.into_iter().filter(|name| has_experts || !is_theirs(name)).collect(), weights])
+    }
+
+    /// What names all linear layers of the blocks: the last words of their names.
+    fn last_words(&self) -> Result<Vec<String>, Error> {
+        let mut words: Vec<String> = Vec::new();
+        for word in self.modules()?.iter().map(Module::last_word) {
+            if !words.contains(&word) {
+                words.push(word);
             }
         }
-        let valid = format!("use some of {}, with commas, or {ALL_LINEAR}", known.join(", "));
-        let refuse = |problem: String| Err(Error::Lora { problem, valid: valid.clone() });
+        Ok(words)
+    }
+
+    /// The modules that have an adapter.
+    fn targeted(&self, lora: &Lora) -> Result<Vec<Module>, Error> {
+        let modules = self.modules()?;
+        let whole = |name: &String| format!("{}{name}", self.family.prefix);
+        let refuse = |problem: String| {
+            let words = self.last_words()?.join(", ");
+            Err(Error::Lora { problem, valid: format!("use some of {words}, with commas, or {ALL_LINEAR}") })
+        };
         for target in lora.targets.iter().filter(|target| *target != ALL_LINEAR) {
-            let is_named = |modules: &[Module]| modules.iter().any(|module| is_end(&whole(module), target));
-            if is_named(&cannot) {
-                return refuse(format!("{target} names matrices of experts, which take no adapter"));
-            }
-            if !is_named(&can) {
+            if !modules.iter().flat_map(|module| &module.names).any(|name| is_end(&whole(name), target)) {
                 return refuse(format!("{target} names no linear layer of the blocks"));
             }
         }
         if lora.targets.is_empty() {
             return refuse("there are no targets".to_owned());
         }
-        Ok(can.into_iter().filter(|module| lora.has(&whole(module))).collect())
+        let mut targeted = Vec::new();
+        for module in modules {
+            let (has, lacks): (Vec<&String>, Vec<&String>) =
+                module.names.iter().partition(|name| lora.has(&whole(name)));
+            match (has.first(), lacks.first()) {
+                (None, _) => {}
+                (Some(has), Some(lacks)) => {
+                    return refuse(format!(
+                        "{has} is named and {lacks} is not, and all experts of a layer have an adapter or none"
+                    ));
+                }
+                (Some(has), None) if module.is_of_experts() && lora.dropout > 0.0 => {
+                    return Err(Error::Lora {
+                        problem: format!(
+                            "{has} is of an expert, to which tokens come in no order that dropout could draw by"
+                        ),
+                        valid: "use lora.dropout = 0, or targets that name no experts".to_owned(),
+                    });
+                }
+                (Some(_), None) => targeted.push(module),
+            }
+        }
+        Ok(targeted)
     }
 
     /// The linear layers of the blocks, as `transformers` has them.
@@ -173,13 +234,21 @@ impl Architecture {
                     firsts.push((name, part));
                 }
             }
-            let is_one = firsts.len() == 1;
+            // The matrices of the weight, or of each expert, with the names of their modules.
+            let mut matrices: Vec<(usize, Vec<String>)> = Vec::new();
             for (name, part) in firsts {
-                let matrix = (!is_one).then(|| number(&weight, part));
-                let held = Held { weight: weight.clone(), matrix };
-                match modules.iter_mut().find(|module| module.name == name) {
+                let matrix = number(&weight, part);
+                match matrices.iter_mut().find(|(of, _)| weight.expert_dims() > 0 && *of == matrix) {
+                    Some((_, names)) => names.push(name.to_owned()),
+                    None => matrices.push((matrix, vec![name.to_owned()])),
+                }
+            }
+            let is_one = matrices.len() == 1;
+            for (matrix, names) in matrices {
+                let held = Held { weight: weight.clone(), matrix: (!is_one).then_some(matrix) };
+                match modules.iter_mut().find(|module| module.names == names) {
                     Some(module) => module.weights.push(held),
-                    None => modules.push(Module { name: name.to_owned(), weights: vec![held] }),
+                    None => modules.push(Module { names, weights: vec![held] }),
                 }
             }
         }
@@ -197,10 +266,9 @@ fn is_straight(part: &TensorPart) -> bool {
     part.strides.last() == Some(&1)
 }
 
-/// The number of the matrix of a weight that a part is.
+/// The number of the matrix of a weight, or of an expert, that a part is.
 fn number(weight: &ParamSpec, part: &TensorPart) -> usize {
-    let numbering = weight.group.matrices.into_iter().flat_map(|of| of.numbering(weight.dims.len()));
-    numbering.map(|dim| part.ranges[dim].start).last().unwrap_or(0)
+    weight.numbering().map(|dim| part.ranges[dim].start).last().unwrap_or(0)
 }
 
 /// The part of `B [out.., rank]` that lies where a part of the weight `[out.., in..]` lies in its matrix.
@@ -211,7 +279,7 @@ fn of_b(part: &TensorPart, held: &Held, rank: usize, tensor: String) -> TensorPa
     // The rows of the tensor are outputs, but in files that have their matrices as `[in, out]`.
     let row = |element: usize| if is_straight(part) { element / inputs } else { element };
     let rows: usize = part.shape.iter().product::<usize>() / inputs;
-    let fixed = held.matrix.and_then(|_| matrices.numbering(dims.len()).next());
+    let fixed = held.matrix.and_then(|_| held.weight.numbering().next());
     let kept: Vec<usize> = (0..outputs).filter(|dim| Some(*dim) != fixed).collect();
     let ranges: Vec<Range<usize>> =
         kept.iter().map(|&dim| part.ranges[dim].clone()).chain(std::iter::once(0..rank)).collect();

@@ -90,6 +90,29 @@ fn meshes_have_the_bits_of_one_rank() {
     }
 }
 
+/// Adapters are where their experts are, whole or cut.
+#[test]
+fn adapters_of_experts_agree_with_one_rank() {
+    for (swiglu, over_tp, canonical) in
+        [false, true].into_iter().flat_map(|a| [(a, false, false), (a, false, true), (a, true, false), (a, true, true)])
+    {
+        let case = Case { swiglu, over_tp, canonical, adapted: true, ..Case::default() };
+        let want = run(&case, ALONE);
+        let trained: Vec<&str> = want.params.keys().map(|name| name.rsplit('.').next().unwrap_or_default()).collect();
+        assert_eq!(trained, ["a", "b", "a", "b", "weight"], "of the router: {:?}", want.params.keys());
+        for how in MESHES {
+            let got = run(&case, how);
+            assert_same(&format!("{how:?}"), &got, &want);
+            if canonical {
+                assert_eq!(
+                    (got.output, got.dx, got.params),
+                    (want.output.clone(), want.dx.clone(), want.params.clone())
+                );
+            }
+        }
+    }
+}
+
 /// Whole experts do the same work on every rank of tp.
 #[test]
 fn experts_may_be_whole_on_ranks_of_tp() {

@@ -1,9 +1,12 @@
 //! The dense oracle: each token through its experts, one by one, in f64 and with nothing of the crate. Gradients by
 //! finite differences.
+//!
+//! More than 400 lines: the oracle of all routers and experts, and what is held to it.
 
-use crate::world::{ALONE, Case, Outcome, number, run};
+use crate::world::{ALONE, Case, Outcome, adapters, number, run};
 use meshwork_moe::router::METRICS;
 use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
+use meshwork_tensor::param::Adapters;
 use meshwork_tensor::tape::Mode;
 use std::collections::BTreeMap;
 
@@ -50,9 +53,22 @@ impl<'a> Oracle<'a> {
                 ("down.bias", hidden),
             ],
         };
+        let rank = adapters(case).rank;
+        let adapters: &[(&str, usize)] = match (case.adapted, case.swiglu) {
+            (false, _) => &[],
+            (true, true) => &[
+                ("gate_up.a", rank * hidden),
+                ("gate_up.b", ffn * rank),
+                ("down.a", rank * ffn),
+                ("down.b", hidden * rank),
+            ],
+            (true, false) => {
+                &[("up.a", rank * hidden), ("up.b", ffn * rank), ("down.a", rank * ffn), ("down.b", hidden * rank)]
+            }
+        };
+        let shapes = shapes.into_iter().chain(adapters.iter().copied());
         let draw = |name: &str, count: usize| (0..count as u64).map(|i| f64::from(number(name, i))).collect::<Vec<_>>();
         let mut params: Named = shapes
-            .into_iter()
             .map(|(part, count)| (format!("experts.{part}"), draw(&format!("experts.{part}"), experts * count)))
             .collect();
         params.insert("router.weight".to_owned(), draw("router.weight", experts * hidden));
@@ -145,15 +161,27 @@ impl<'a> Oracle<'a> {
     fn expert(&self, params: &Named, e: usize, x: &[f64]) -> Vec<f64> {
         let [_, _, hidden, ffn] = self.case.dims;
         let part = |name: &str, size: usize| &params[&format!("experts.{name}")][e * size..][..size];
+        // y + s · B (A x), of every row of y or of every second one.
+        let adapted = |layer: &str, mut y: Vec<f64>, x: &[f64], each: usize| {
+            let Adapters { rank, scale, .. } = adapters(self.case);
+            if self.case.adapted {
+                let inner = product(part(&format!("{layer}.a"), rank * x.len()), x);
+                let beside = product(part(&format!("{layer}.b"), y.len() / each * rank), &inner);
+                y.iter_mut().skip(each - 1).step_by(each).zip(beside).for_each(|(y, beside)| *y += scale * beside);
+            }
+            y
+        };
         if self.case.swiglu {
-            let pairs = product(part("gate_up.weight", ffn * 2 * hidden), x);
+            let pairs = adapted("gate_up", product(part("gate_up.weight", ffn * 2 * hidden), x), x, 2);
             let inner: Vec<f64> = pairs.chunks(2).map(|pair| pair[0] / (1.0 + (-pair[0]).exp()) * pair[1]).collect();
-            return product(part("down.weight", hidden * ffn), &inner);
+            return adapted("down", product(part("down.weight", hidden * ffn), &inner), &inner, 1);
         }
         let add = |y: Vec<f64>, bias: &[f64]| y.iter().zip(bias).map(|(y, b)| y + b).collect::<Vec<_>>();
-        let inner = add(product(part("up.weight", ffn * hidden), x), part("up.bias", ffn));
+        let inner = adapted("up", product(part("up.weight", ffn * hidden), x), x, 1);
+        let inner = add(inner, part("up.bias", ffn));
         let inner: Vec<f64> = inner.into_iter().map(gelu).collect();
-        add(product(part("down.weight", hidden * ffn), &inner), part("down.bias", hidden))
+        let y = adapted("down", product(part("down.weight", hidden * ffn), &inner), &inner, 1);
+        add(y, part("down.bias", hidden))
     }
 
     fn output(&self, params: &Named) -> Vec<f64> {
@@ -259,6 +287,11 @@ fn check(case: Case) -> Outcome {
             assert!(!got.params.contains_key(name), "the bias chooses, and is not trained");
             continue;
         }
+        let is_frozen = |end: &&str| case.adapted && name.starts_with("experts.") && name.ends_with(*end);
+        if [".weight", ".bias"].iter().any(is_frozen) {
+            assert!(!got.params.contains_key(name), "{name} is frozen");
+            continue;
+        }
         const STEP: f64 = 1e-5;
         let gradient: Vec<f64> = (0..values.len())
             .map(|i| {
@@ -293,6 +326,9 @@ fn top_k_experts() {
         }
     }
     check(Case { swiglu: true, ..small(config(RouterKind::TopK, 2)) });
+    for swiglu in [false, true] {
+        check(Case { swiglu, adapted: true, ..small(config(RouterKind::TopK, 2)) });
+    }
     let limited = ExpertGroups { groups: 2, top_groups: 1, best: 1 };
     check(small(MoeConfig { groups: limited, capacity_factor: 0.75, ..config(RouterKind::TopK, 2) }));
 }

@@ -1,4 +1,6 @@
 //! Runs a layer on every rank of a mesh, and puts the results together.
+//!
+//! More than 400 lines: one run, from the declarations to the whole results.
 
 use meshwork_compress::{Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types, tree};
@@ -6,6 +8,7 @@ use meshwork_core::{World, rules};
 use meshwork_cpu::Cpu;
 use meshwork_moe::{ExpertShape, Experts, GroupedMlp, GroupedSwiGlu, MoeConfig, MoeLayer, Router};
 use meshwork_tensor::op::RowGroups;
+use meshwork_tensor::param::{AdapterSpec, Adapters};
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, RowSchemes, Seed, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Error, Init, ParamId, Params, Result, Tape, Tensor, Var};
@@ -25,6 +28,8 @@ pub struct Case {
     /// GPT-2's experts with biases, or Llama's.
     pub swiglu: bool,
     pub over_tp: bool,
+    /// Whether the experts are frozen, beside [adapters](adapters).
+    pub adapted: bool,
     /// Samples of the batch, tokens of each, features of a token, inner features of an expert.
     pub dims: [usize; 4],
     pub canonical: bool,
@@ -41,6 +46,7 @@ impl Default for Case {
             config: MoeConfig { num_experts: 4, ..MoeConfig::default() },
             swiglu: false,
             over_tp: true,
+            adapted: false,
             dims: [8, 6, 12, 16],
             canonical: false,
             mode: Mode::Train,
@@ -138,17 +144,34 @@ impl GradSink for Shares {
     }
 }
 
+/// Adapters of both products; of gate and up, those of up alone.
+pub fn adapters(case: &Case) -> Adapters {
+    let first = if case.swiglu { ("experts.gate_up", Some(1)) } else { ("experts.up", None) };
+    let of = |(layer, matrix)| {
+        let [a, b] = ["a", "b"].map(|part| format!("{layer}.{part}"));
+        (format!("{layer}.weight"), vec![AdapterSpec { a, b, matrix }])
+    };
+    let of = [first, ("experts.down", None)].map(of).into_iter().collect();
+    Adapters { rank: 2, scale: 0.5, of, ..Adapters::default() }
+}
+
 pub fn layer(case: &Case, params: &mut Declarations, mesh: &Mesh) -> Result<MoeLayer> {
     let [_, _, hidden, ffn] = case.dims;
     let init = Init::Normal { std: 1.0 };
     let shape = ExpertShape { experts: case.config.num_experts, hidden, ffn, axes: EP.into(), over_tp: case.over_tp };
     let router = Router::new(params, "router", hidden, case.config, init)?;
     let lost = case.lost;
-    let of = |router: Router, experts: Arc<dyn Experts>| MoeLayer::new(router, Lossy(experts, lost), EP);
-    Ok(match case.swiglu {
-        true => of(router, Arc::new(GroupedSwiGlu::new(params, mesh, "experts", shape, [init; 2])?)),
-        false => of(router, Arc::new(GroupedMlp::new(params, mesh, "experts", shape, true, [init; 2])?)),
-    })
+    let experts = |params: &mut Declarations| -> Result<Arc<dyn Experts>> {
+        Ok(match case.swiglu {
+            true => Arc::new(GroupedSwiGlu::new(params, mesh, "experts", shape, [init; 2])?),
+            false => Arc::new(GroupedMlp::new(params, mesh, "experts", shape, true, [init; 2])?),
+        })
+    };
+    let experts = match case.adapted {
+        true => params.adapting(&Arc::new(adapters(case)), experts)?,
+        false => experts(params)?,
+    };
+    Ok(MoeLayer::new(router, Lossy(experts, lost), EP))
 }
 
 /// Experts of which each row is compressed and restored on its way in and out, and so are the gradients.

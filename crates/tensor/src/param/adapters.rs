@@ -11,6 +11,9 @@
 //!
 //! A weight may hold several matrices, as keys and values. Each of them may have an adapter of its own, or all of them
 //! one that takes them for one matrix.
+//!
+//! Matrices that the mesh shares out, as those of experts, have an A and a B each, which are shared out with them: both
+//! then have the dim that numbers experts in front, cut as that of W.
 
 use super::{Declarations, Init, Matrices, ParamGroup, ParamId, ParamSpec, Placement, Role};
 use crate::error::{Error, Result};
@@ -40,16 +43,18 @@ pub struct AdapterSpec {
     pub a: String,
     /// The name of B.
     pub b: String,
-    /// The number of the matrix that it adapts, among those that the weight holds; `None`: all of them as one.
+    /// The number of the matrix that it adapts, among those that the weight, or each expert of it, holds; `None`: all
+    /// of them as one.
     pub matrix: Option<usize>,
 }
 
 /// An adapter as a layer reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Adapter {
-    /// The parameter A, `[rank, in..]`.
+    /// The parameter A, `[rank, in..]`, of experts `[experts, rank, in..]`.
     pub a: ParamId,
-    /// The parameter B, `[out.., rank]`, where the outputs are those of its matrix.
+    /// The parameter B, `[out.., rank]`, of experts `[experts, out.., rank]`, where the outputs are those of its
+    /// matrix.
     pub b: ParamId,
     /// The name under which its dropout draws: that of B.
     pub name: String,
@@ -90,8 +95,7 @@ impl AdapterSpec {
     /// The declarations of A and B beside a weight.
     ///
     /// # Errors
-    /// A weight that is no matrix, or holds no matrix of this number; a rank of more than its rows or columns; matrices
-    /// that the mesh shares out, as those of experts.
+    /// A weight that is no matrix, or holds no matrix of this number; a rank of more than its rows or columns.
     pub fn specs(&self, weight: &ParamSpec, rank: usize) -> Result<[ParamSpec; 2]> {
         let refuse = |problem: String, valid: &str| {
             Err(Error::Declaration { name: weight.name.clone(), problem, valid: valid.to_owned() })
@@ -99,21 +103,14 @@ impl AdapterSpec {
         let Some(matrices) = weight.group.matrices.filter(|_| weight.role == Role::Weight) else {
             return refuse("it is no matrix, and takes no adapter".to_owned(), "name weights of linear layers");
         };
-        let (dims, outputs) = (&weight.dims[..], weight.dims.len() - matrices.columns);
+        let (dims, outputs, experts) = (&weight.dims[..], weight.dims.len() - matrices.columns, weight.expert_dims());
         let fixed = match self.matrix {
             None => None,
             Some(_) => Some(self.numbered(weight)?),
         };
-        let is_shared = |dim: usize| weight.placement.shards().iter().any(|&(_, cut)| cut == dim);
-        if matrices.numbering(dims.len()).any(is_shared) {
-            return refuse(
-                "the mesh shares out its matrices, and an adapter is not shared out with them".to_owned(),
-                "leave it out of the targets",
-            );
-        }
-        let rows: Vec<usize> = (0..outputs).filter(|&dim| fixed.is_none_or(|of| of.dim != dim)).collect();
+        let rows: Vec<usize> = (experts..outputs).filter(|&dim| fixed.is_none_or(|of| of.dim != dim)).collect();
         let extents = |dims_of: &[usize]| dims_of.iter().map(|&dim| dims[dim]).collect::<Vec<_>>();
-        let (out, input) = (extents(&rows), &dims[outputs..]);
+        let (of_each, out, input) = (&dims[..experts], extents(&rows), &dims[outputs..]);
         let least = out.iter().product::<usize>().min(input.iter().product());
         if rank == 0 || rank > least {
             return refuse(
@@ -121,16 +118,24 @@ impl AdapterSpec {
                 &format!("use a rank of 1 to {least}"),
             );
         }
-        // Each axis that cuts a dim of the weight cuts the same dim of A or B.
+        // Each axis that cuts a dim of the weight cuts the same dim of A or B, and what is summed in blocks there is
+        // here.
         let cut = |place: &dyn Fn(usize) -> Option<usize>| {
             let shards = weight.placement.shards().iter();
-            shards.fold(Placement::replicated(), |placement, &(axis, dim)| match place(dim) {
+            let placement = shards.fold(Placement::replicated(), |placement, &(axis, dim)| match place(dim) {
                 Some(dim) => placement.shard(axis, dim),
                 None => placement,
-            })
+            });
+            let in_blocks = weight.placement.in_blocks().and_then(place);
+            in_blocks.into_iter().fold(placement, Placement::summed_in_blocks)
         };
-        let of_a = cut(&|dim| dim.checked_sub(outputs).map(|dim| dim + 1));
-        let of_b = cut(&|dim| rows.iter().position(|&row| row == dim));
+        let within = |dims_of: &[usize], dim| match dim < experts {
+            true => Some(dim),
+            false => dims_of.iter().position(|&of| of == dim).map(|at| experts + at),
+        };
+        let inputs: Vec<usize> = (outputs..dims.len()).collect();
+        let of_a = cut(&|dim| within(&inputs, dim).map(|at| if dim < experts { at } else { at + 1 }));
+        let of_b = cut(&|dim| within(&rows, dim));
         let bound = 1.0 / (input.iter().product::<usize>() as f32).sqrt();
         let spec = |name: &str, dims: Vec<usize>, columns, placement, init| ParamSpec {
             name: name.to_owned(),
@@ -138,11 +143,11 @@ impl AdapterSpec {
             placement,
             role: Role::Weight,
             init,
-            group: ParamGroup::hidden(Matrices::new(0, columns)),
+            group: ParamGroup::hidden(Matrices::new(experts, columns)),
             packed: None,
         };
-        let a = spec(&self.a, [&[rank], input].concat(), input.len(), of_a, Init::Uniform { bound });
-        let b = spec(&self.b, [&out[..], &[rank]].concat(), 1, of_b, Init::Zeros);
+        let a = spec(&self.a, [of_each, &[rank], input].concat(), input.len(), of_a, Init::Uniform { bound });
+        let b = spec(&self.b, [of_each, &out, &[rank]].concat(), 1, of_b, Init::Zeros);
         Ok([a, b])
     }
 
@@ -153,7 +158,9 @@ impl AdapterSpec {
     /// As [`specs`](Self::specs).
     pub fn merge(&self, weight: &ParamSpec, of: &Adapters, [a, b]: [&[f32]; 2], values: &mut [f32]) -> Result<()> {
         let [_, spec] = self.specs(weight, of.rank)?;
-        let inputs = a.len() / of.rank;
+        let experts: usize = weight.dims[..weight.expert_dims()].iter().product();
+        let inputs = a.len() / (experts * of.rank);
+        let rows_of_each = b.len() / (experts * of.rank);
         let mut sums = vec![0.0; inputs];
         // A row of B is an output of its matrix. Between the outputs in front of the dim that numbers matrices and
         // those behind it lie those of the other matrices.
@@ -164,6 +171,7 @@ impl AdapterSpec {
             }
         };
         for (row, b) in b.chunks_exact(of.rank).enumerate() {
+            let a = &a[row / rows_of_each * of.rank * inputs..];
             let row = (row / behind * count + index) * behind + row % behind;
             let values = &mut values[row * inputs..(row + 1) * inputs];
             sums.fill(0.0);
@@ -178,7 +186,7 @@ impl AdapterSpec {
     /// The place of its matrix among those of the weight.
     fn numbered(&self, weight: &ParamSpec) -> Result<MatrixOf> {
         let (index, dims) = (self.matrix.unwrap_or(0), &weight.dims);
-        let mut numbering = weight.group.matrices.into_iter().flat_map(|of| of.numbering(dims.len()));
+        let mut numbering = weight.numbering();
         match (numbering.next(), numbering.next()) {
             (Some(dim), None) if index < dims[dim] => Ok(MatrixOf { dim, index, count: dims[dim] }),
             _ => Err(Error::Declaration {
@@ -187,6 +195,22 @@ impl AdapterSpec {
                 valid: "number the matrices from 0, along the one dim that numbers them".to_owned(),
             }),
         }
+    }
+}
+
+impl ParamSpec {
+    /// The number of leading dims that number experts: matrices that the mesh shares out.
+    pub fn expert_dims(&self) -> usize {
+        let stacked = self.group.matrices.map_or(0, |matrices| matrices.stacked);
+        let is_cut = |dim: &usize| self.placement.shards().iter().any(|(_, cut)| cut == dim);
+        (0..stacked).take_while(is_cut).count()
+    }
+
+    /// The dims that number the matrices of the weight, or of each expert.
+    pub fn numbering(&self) -> impl Iterator<Item = usize> {
+        let (dims, experts) = (self.dims.len(), self.expert_dims());
+        let all = self.group.matrices.into_iter().flat_map(move |of| of.numbering(dims));
+        all.filter(move |&dim| dim >= experts)
     }
 }
 
@@ -204,10 +228,18 @@ impl Declarations {
     /// [`adapting`](Self::adapting), or of a weight that has none.
     ///
     /// # Errors
-    /// As [`AdapterSpec::specs`]; a name that is taken.
+    /// As [`AdapterSpec::specs`]; a name that is taken; dropout of the rows of experts.
     pub fn adapters_of(&mut self, weight: ParamId) -> Result<(f64, f32, Vec<Adapter>)> {
         let Some(adapters) = self.adapters.clone() else { return Ok((1.0, 0.0, Vec::new())) };
         let weight = self.spec(weight).clone();
+        if adapters.dropout > 0.0 && weight.expert_dims() > 0 && !adapters.of(&weight.name).is_empty() {
+            return Err(Error::Declaration {
+                name: weight.name,
+                problem: "dropout of adapters draws by the places of tokens, and the rows of experts have none"
+                    .to_owned(),
+                valid: "use a dropout of 0, or leave it out of the targets".to_owned(),
+            });
+        }
         let around = std::mem::replace(&mut self.freezing, false);
         let declared = adapters.of(&weight.name).iter().map(|of| {
             let [a, b] = of.specs(&weight, adapters.rank)?;
@@ -250,6 +282,24 @@ mod tests {
         assert_eq!(shown(&gate_up, Some(1)), ["[4, 32] replicated", "[64, 4] Shard(0) on tp"]);
         let out = weight(&[32, 4, 8], 1, Matrices::new(0, 2));
         assert_eq!(shown(&out, None), ["[4, 4, 8] Shard(1) on tp", "[32, 4] replicated"]);
+        // Of experts, which axes share out: A and B of each.
+        let experts = |dims: &[usize], matrices, cut| {
+            let mut experts = weight(dims, cut, matrices);
+            experts.placement = experts.placement.shard(Axis::Ep, 0);
+            experts
+        };
+        let gate_up = experts(&[8, 64, 2, 32], Matrices::new(1, 1).interleaved(1), 1);
+        assert_eq!(
+            shown(&gate_up, Some(1)),
+            ["[8, 4, 32] Shard(0) on ep", "[8, 64, 4] Shard(1) on tp, Shard(0) on ep"]
+        );
+        let down = experts(&[8, 32, 64], Matrices::new(1, 1), 2);
+        assert_eq!(shown(&down, None), ["[8, 4, 64] Shard(2) on tp, Shard(0) on ep", "[8, 32, 4] Shard(0) on ep"]);
+        assert_eq!(adapter(None).specs(&down, 4).unwrap()[0].group.matrices, Some(Matrices::new(1, 1)));
+        // Where features are whole, canonical numerics sum over them in the blocks of those that are cut.
+        let whole = ParamSpec { placement: Placement::replicated().shard(Axis::Ep, 0).summed_in_blocks(2), ..down };
+        let [a, b] = adapter(None).specs(&whole, 4).unwrap();
+        assert_eq!((a.placement.in_blocks(), b.placement.in_blocks()), (Some(2), None));
         // One in √(4 · 8) of the inputs, as PyTorch's kaiming_uniform_ with a = √5.
         assert_eq!(adapter(None).specs(&out, 4).unwrap()[0].init, Init::Uniform { bound: 1.0 / 32f32.sqrt() });
     }
@@ -264,7 +314,9 @@ mod tests {
         assert!(error.contains("holds no matrix 0"), "{error}");
         let experts = weight(&[8, 64, 32], 0, Matrices::new(1, 1));
         let error = refused(&experts, Some(1), 4);
-        assert!(error.contains("the mesh shares out its matrices"), "{error}");
+        assert!(error.contains("holds no matrix 1"), "{error}");
+        let error = refused(&experts, None, 33);
+        assert!(error.contains("a rank of 33 is none of a matrix of [64] outputs and [32] inputs"), "{error}");
         let table = ParamSpec { group: ParamGroup::for_role(Role::Weight), ..out };
         let error = refused(&table, None, 4);
         assert!(error.contains("name weights of linear layers"), "{error}");
@@ -281,6 +333,11 @@ mod tests {
         };
         let behind = merged(1, Matrices::new(1, 1), Some(1));
         assert_eq!(behind, [0., 0., 0., 0., 0., 0., 2., 4., 6., 20., 40., 60.]);
+        // Two experts of two outputs: A and B of each.
+        let (of_each, mut values) = (weight(&[2, 2, 3], 0, Matrices::new(1, 1)), vec![0.0; 12]);
+        let [a, b] = [[1., 2., 3., 5., 6., 7.].as_slice(), &[1., 10., 100., 1000.]];
+        adapter(None).merge(&of_each, &of, [a, b], &mut values).unwrap();
+        assert_eq!(values, [2., 4., 6., 20., 40., 60., 1000., 1200., 1400., 10_000., 12_000., 14_000.]);
         let between = merged(0, Matrices::new(0, 1).interleaved(1), Some(1));
         assert_eq!(between, [0., 0., 0., 2., 4., 6., 0., 0., 0., 20., 40., 60.]);
     }

@@ -118,7 +118,9 @@ fn check_blocks(config: &Config, adapters: &Adapters, settings: &mut Settings) {
 fn check_sequence_block(config: &Config, adapters: &Adapters, settings: &mut Settings) {
     const KEY: &str = "memory.sequence_block";
     let by_blocks = (1..config.model.seq_len).contains(&config.memory.sequence_block);
-    let of_networks = adapters.of.keys().any(|weight| weight.contains(".mlp."));
+    // Experts take the tokens of whole sequences, or rows.
+    let is_network = |weight: &String| weight.contains(".mlp.") && !weight.contains(".mlp.experts.");
+    let of_networks = adapters.of.keys().any(is_network);
     if !(by_blocks && config.parallelism.sequence_parallel && of_networks) {
         return;
     }

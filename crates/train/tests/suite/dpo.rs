@@ -134,8 +134,7 @@ fn pairs_have_one_ranks_bits_on_every_mesh() {
 #[test]
 fn pairs_with_experts_have_one_ranks_bits() {
     let folder = Folder::new(&pairs(40));
-    let base =
-        format!("{PAIRS} model.kind=llama training.numerics=canonical moe.num_experts=4 lora.targets=q_proj,v_proj");
+    let base = format!("{PAIRS} model.kind=llama training.numerics=canonical moe.num_experts=4");
     let of = |more: &str| numbers(&folder.run(&format!("{base} {more}")));
     let alone = of("");
     assert!(alone[0].0 != alone[3].0, "it learns: {alone:?}");

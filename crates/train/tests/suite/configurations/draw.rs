@@ -239,7 +239,10 @@ impl Case {
             let some = |rng: &mut Rng, words: &[&str]| rng.pick(words).to_owned();
             let (rank, targets) =
                 (some(&mut own, &["1", "2", "999"]), some(&mut own, &["all-linear", "all-linear", "nothing"]));
-            let rest = [("dropout", some(&mut own, &["0", "0.2"])), ("rslora", some(&mut own, &["true", "false"]))];
+            // The rows of experts have no dropout.
+            let dropout = some(&mut own, &["0", "0.2"]);
+            let dropout = if frame.experts > 0 && !rarely(&mut own, 8) { "0".to_owned() } else { dropout };
+            let rest = [("dropout", dropout), ("rslora", some(&mut own, &["true", "false"]))];
             let rank = if rank == "999" && !rarely(&mut own, 8) { "1".to_owned() } else { rank };
             // Adapters of rank 1 are vectors.
             let of_matrices = matches!(case.get("optimizer.name"), Some("muon" | "adam8bit"));

@@ -92,7 +92,12 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(case.get("lora.targets") == Some("nothing"), "no layer of that name");
         rule(case.get("model.freeze").is_some_and(|freeze| !freeze.is_empty()), "all else is frozen");
         rule(!llama && count(case, "moe.num_experts", 0) > 0, "a GPT-2 with experts is unknown to PEFT");
-        rule(rank == "2" && ffn == 1, "a rank above the inner features");
+        let (ep, experts) = (count(case, "parallelism.ep", 1), count(case, "moe.num_experts", 0));
+        let width = match count(case, "moe.expert_hidden_size", 0) {
+            0 => ffn,
+            width => width,
+        };
+        rule(rank == "2" && (if experts > 0 { width } else { ffn }) == 1, "a rank above the inner features");
         let of_matrices = matches!(case.get("optimizer.name"), Some("muon" | "adam8bit"));
         rule(rank == "1" && of_matrices, "adapters of rank 1 are vectors, and the update rule is for matrices");
         rule(case.get("lora.init_from").is_some(), "no folder of PEFT");
@@ -100,18 +105,14 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(exported && case.get("model.init_from").is_none(), "an adapter of no model");
         let by_blocks = (1..seq_len).contains(&count(case, "memory.sequence_block", 0));
         let cuts = case.read("parallelism.sequence_parallel").unwrap_or(false);
-        // Networks have no adapters where there are experts.
-        let all = case.get("lora.targets").is_none_or(|targets| targets == "all-linear")
-            && count(case, "moe.num_experts", 0) == 0;
-        let drops = tp > 1 && case.read::<f32>("lora.dropout").is_some_and(|p| p > 0.0);
-        let needs_all = is_canonical(case) || drops;
-        rule(by_blocks && cuts && all && needs_all, "an adapter needs the whole of a sequence that tp cuts");
-        let (ep, experts) = (count(case, "parallelism.ep", 1), count(case, "moe.num_experts", 0));
+        let all = case.get("lora.targets").is_none_or(|targets| targets == "all-linear");
+        let drops = case.read::<f32>("lora.dropout").is_some_and(|p| p > 0.0);
+        rule(all && experts > 0 && drops, "no places of tokens in the rows of experts");
+        let needs_all = is_canonical(case) || tp > 1 && drops;
+        // Those of experts are for rows.
+        let of_networks = all && experts == 0;
+        rule(by_blocks && cuts && of_networks && needs_all, "an adapter needs the whole of a sequence that tp cuts");
         let quantised = matches!(case.get("lora.quantization"), Some("int8" | "nf4"));
-        let width = match count(case, "moe.expert_hidden_size", 0) {
-            0 => ffn,
-            width => width,
-        };
         let held = experts / ep.max(1) * hidden * width;
         rule(
             quantised && ep > 1 && !divides(count(case, "lora.block_size", 64), held),

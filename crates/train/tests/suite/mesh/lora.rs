@@ -12,6 +12,8 @@ use meshwork_testkit::Sampled;
 use meshwork_train::config::Config;
 use meshwork_train::{TrainError, Trainer};
 
+mod experts;
+
 const LORA: &str = "[lora]\nrank = 4\nalpha = 6.0\n";
 
 /// Gives B other values than zeros.

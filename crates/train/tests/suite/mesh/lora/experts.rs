@@ -1,0 +1,95 @@
+//! Adapters of the matrices of experts train on any mesh as on one rank.
+
+use super::{LORA, begin, quantised, with_parallelism};
+use crate::mesh::canonical::{self, CANONICAL, run_config};
+use crate::mesh::cases::{ADAMW, Case, LLAMA, SGD};
+use crate::mesh::opaque::assert_opaque_as_cpu;
+use crate::mesh::parity::assert_parity;
+use crate::mesh::split_work;
+use crate::mesh::world::step_from;
+use meshwork_train::config::Config;
+
+const MOE: &str = "[moe]\nnum_experts = 4\ntop_k = 2\nexpert_hidden_size = 32\naux_loss_coeff = 0.01\n";
+
+/// Experts that are whole, that are cut, on the ranks of dp and of cp, with ranks that hold the same ones.
+fn meshes(more: &str) -> Vec<(String, Config)> {
+    let on = |mesh, micros| Case::of_1f1b(&LLAMA, mesh, false, micros);
+    let sequence_parallel = |case| Case { sequence_parallel: true, ..case };
+    let cases = [
+        (on((2, 1, 1), 2), "ep = 2\n"),
+        (sequence_parallel(on((4, 2, 1), 1)), "ep = 2\n"),
+        (on((2, 2, 1), 2), "ep = 2\nexpert_tensor_parallel = 2\nzero_stage = 2\n"),
+        (Case { schedule: "zb_h1", ..on((2, 1, 2), 4) }, "ep = 2\nzero_stage = 3\n"),
+        (sequence_parallel(on((1, 2, 2), 4)), "expert_tensor_parallel = 2\n"),
+        (on((1, 1, 1), 4), "cp = 2\nep = 2\n"),
+        (on((4, 1, 1), 1), "ep = 4\n"),
+    ];
+    let config = |(case, keys): (Case, &str)| (format!("{case}, {keys}"), with_parallelism(&case, keys, more));
+    cases.into_iter().map(config).collect()
+}
+
+fn alone(more: &str) -> Config {
+    with_parallelism(&Case::alone(&LLAMA), "", more)
+}
+
+#[test]
+fn any_mesh_has_the_gradients_of_one_rank() {
+    for targets in ["all-linear", "w3", "w2,w1,q_proj"] {
+        let more = format!("{SGD}{MOE}{LORA}targets = '{targets}'\n");
+        let reference = step_from("alone", &alone(&more), &LLAMA.data(), begin);
+        assert!(reference.gradients.keys().all(|name| name.contains(".lora_")));
+        assert!(reference.gradients.values().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
+        for (name, config) in meshes(&more) {
+            assert_parity(&format!("{name} {targets}"), &step_from(&name, &config, &LLAMA.data(), begin), &reference);
+        }
+    }
+}
+
+#[test]
+fn canonical_numerics_have_the_bits_of_one_rank() {
+    for base in [LORA.to_owned(), format!("{LORA}targets = 'w1,w2'\n"), quantised("nf4")] {
+        let more = format!("{ADAMW}{CANONICAL}{MOE}{base}");
+        let wanted = run_config("alone", &alone(&more), &LLAMA.data());
+        for (name, config) in meshes(&more) {
+            canonical::assert_same(&name, &run_config(&name, &config, &LLAMA.data()), &wanted);
+        }
+    }
+}
+
+/// Blocks of tokens, and what is computed again in backward.
+#[test]
+fn memory_features_keep_the_gradients() {
+    let more = format!("{SGD}{MOE}{LORA}");
+    let reference = step_from("alone", &alone(&more), &LLAMA.data(), begin);
+    for memory in ["sequence_block = 4\n", "recompute = 'selective'\n", "recompute = 'full'\nsequence_block = 8\n"] {
+        for (name, config) in meshes(&format!("{more}[memory]\n{memory}")).into_iter().take(3) {
+            assert_parity(&format!("{name} {memory}"), &step_from(&name, &config, &LLAMA.data(), begin), &reference);
+        }
+    }
+}
+
+#[test]
+fn a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
+    for base in [LORA.to_owned(), format!("{LORA}targets = 'w3'\n"), quantised("int8")] {
+        for (name, config) in meshes(&format!("{ADAMW}{MOE}{base}")).into_iter().skip(1).take(3) {
+            assert_opaque_as_cpu(&format!("{name} {base}"), &config, &LLAMA.data());
+        }
+    }
+}
+
+/// A rank that has all experts computes the same number of rows, whatever tokens choose.
+#[test]
+fn memory_and_communication_are_predicted() {
+    let on = |mesh| Case::of_1f1b(&LLAMA, mesh, false, 2);
+    for (case, keys) in [
+        (on((2, 1, 1)), ""),
+        (on((2, 2, 1)), "expert_tensor_parallel = 2\nzero_stage = 3\n"),
+        (Case { sequence_parallel: true, ..on((1, 2, 2)) }, ""),
+    ] {
+        for base in [LORA.to_owned(), format!("{LORA}targets = 'w1'\n"), quantised("nf4")] {
+            let config = with_parallelism(&case, keys, &format!("{ADAMW}{MOE}{base}"));
+            let got = step_from(&case.to_string(), &config, &LLAMA.data(), begin);
+            split_work::assert_run_as_predicted(&case, &config, &got);
+        }
+    }
+}
