@@ -182,16 +182,41 @@ def of_element(kernel, code):
     return total
 
 
+def busiest(instructions, following):
+    """The instructions on the way from the first to the last with the most HMMA, of those the fewest, none twice."""
+    best = [None] * len(instructions)  # HMMA and other instructions before each, and where from
+    best[0] = (0, 0, None)
+    for at, places in enumerate(following):
+        if best[at] is None:
+            continue
+        products, others, _ = best[at]
+        way = (products + 1, others, at) if "HMMA" in instructions[at] else (products, others + 1, at)
+        for place in places:
+            if place > at and (best[place] is None or (way[0], -way[1]) > (best[place][0], -best[place][1])):
+                best[place] = way
+    way, at = [], len(instructions) - 1
+    while at is not None:
+        way.append(instructions[at])
+        at = best[at][2]
+    return way
+
+
 def of_products(kernel, table):
-    """LDSM and HMMA in the loop over tiles, their ratio, and the blocks on an SM by registers; None without products."""
+    """LDSM, HMMA, their ratio, all instructions and MUFU on the way through the loop over tiles, the share of an H100 and of an A100 that they
+    allow, and the blocks on an SM by registers; None without products."""
     code, threads = table[kernel, "code"]
     instructions, following = flow(code)
-    loops = [instructions[place:at + 1] for at, places in enumerate(following) for place in places if place <= at]
-    count = lambda loop, name: sum(name in line for line in loop)
-    loop = max(loops, key=lambda loop: (count(loop, "HMMA"), -len(loop)), default=[])
-    loads, products = count(loop, "LDSM"), count(loop, "HMMA")
+    loops = [(place, at) for at, places in enumerate(following) for place in places if place <= at]
+    count = lambda lines, name: sum(re.match(rf"(@!?U?P\w+ )?{name}\b", line) is not None for line in lines)
+    first, last = max(loops, key=lambda loop: (count(instructions[loop[0]:loop[1] + 1], "HMMA"), loop[0] - loop[1]), default=(0, 0))
+    way = busiest(instructions[first:last + 1], [[to - first for to in places if first <= to <= last] for places in following[first:last + 1]])
+    loads, products, powers = count(way, "LDSM"), count(way, "HMMA"), count(way, "MUFU")
+    if not loads:
+        return None
+    other = max(4 * loads, 2 * powers, len(way) / 4)
+    most = [min(1, clocks * products / other) for clocks in (1, 2)]
     blocks = SM_REGISTERS // (threads * -(-table[kernel, COUNTED][0] // 8) * 8)
-    return f"{loads} | {products} | {products / loads:.2f} | {blocks} |" if loads else None
+    return f"{loads} | {products} | {products / loads:.2f} | {len(way)} | {powers} | {most[0]:.0%} | {most[1]:.0%} | {blocks} |"
 
 
 def counts(sources, table, old):
@@ -199,14 +224,15 @@ def counts(sources, table, old):
     lines = [
         "", f"## Instructions of {COUNTED}", "",
         "Counted in machine code. For an element: on the way for whole and aligned 16 bytes, without a bias; of the two types of 16 bits the",
-        "cheaper one. For products: `LDSM` of four matrices and `HMMA` of 16 × 8 × 16 in the loop over tiles. Shared memory gives a warp the 512",
-        "bytes of an `LDSM` in 4 clocks, and an H100's tensor cores do an `HMMA` in 1: with r `HMMA` for each `LDSM` a kernel reaches r / 4 of the",
-        "card at most. Blocks on an SM: by registers.",
+        "cheaper one. For products: `LDSM` of four matrices, `HMMA` of 16 × 8 × 16, all instructions and `MUFU` (powers of two) on the way through the",
+        "loop over tiles with the most products, of those the shortest: without masks. An SM of an H100 does an `HMMA` in 1 clock and one of an A100",
+        "in 2; both load an `LDSM` in 4 clocks (512 bytes for a warp), do a `MUFU` in 2, and issue 4 instructions a clock. The largest of these sums",
+        "bounds the share of the card's peak. Of two warps with the same rows both are counted, their common scores once. Blocks on an SM: by registers.",
         "", "| kernel | instructions an element |", "|---|---|",
     ]
     for kernel in [*STRAIGHT, *LOOPS]:
         lines.extend(row(old, f"| by the element: `{kernel}` | ", lambda: f"{of_element(kernel, table[kernel, 'code'][0]):.1f} |"))
-    lines += ["", "| kernel | LDSM | HMMA | HMMA for each LDSM | blocks on an SM |", "|---|---|---|---|---|"]
+    lines += ["", "| kernel | LDSM | HMMA | HMMA for each LDSM | instructions | MUFU | at most on an H100 | on an A100 | blocks on an SM |", "|---|" + 8 * "---|"]
     names = [name for source in sources if source.stem in PRODUCTS for name in KERNEL.findall(source.read_text(encoding="utf-8"))]
     for key in [*names, *variants()]:
         if isinstance(key, tuple) and variants()[key][0].stem not in PRODUCTS:

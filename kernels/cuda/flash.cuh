@@ -1,59 +1,102 @@
 // Shared by the forms of flash attention: sizes of tiles, the rows of a lane, the mask, dropout, the online softmax,
-// products of a warp.
+// products of a warp, which has T times 16 rows: an operand of 16 × 16 that it loads feeds 2 T products.
 #pragma once
 #include "attention.cuh"
 #include "tensor_core.cuh"
 
-#define FLASH_ROWS 128  // queries or keys of a block: 16 for each warp
-#ifndef FLASH_KEYS
-#define FLASH_KEYS 64  // keys in a tile, in backward; src/variants.rs overrides it
-#endif
+#define FLASH_ROWS 128  // queries or keys of a block
 
-// c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
-template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+// Threads of a block of ROWS rows of which SHARE warps have the same 16 T.
+template <int ROWS, int T, int SHARE = 1> constexpr int TEAM_OF = ROWS / (16 * T) * SHARE * WARP;
+
+// This lane's place in the first 16 × 16 elements of a tile for ldmatrix, as load_a, load_b and load_b_transposed of
+// tensor_core.cuh have it.
+template <int DIM> DEVICE int place_of_a(int tile) { return here(tile + place<DIM>(lane_of_warp() % 16, lane_of_warp() / 16)); }
+
+template <int DIM> DEVICE int place_of_b(int tile) {
+    int lane = lane_of_warp();
+    return here(tile + place<DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+}
+
+// Loads 16 columns of 16 T rows, of the tile of place_of_a.
+template <int DIM, int T> DEVICE void load_rows(u32 (&a)[T][4], Tiles tiles, int place, int column) {
+#pragma unroll
+    for (int t = 0; t < T; t++) load_matrices(a[t], tiles, place, column, 16 * t * DIM);
+}
+
+// c [16 T, 8 N] += A Bᵀ of 16 columns, from `column` on, of rows 0 .. 8 N of the tile of place_of_b.
+template <int DIM, int T, int N> DEVICE void add_columns(float (&c)[T][N][4], const u32 (&a)[T][4], Tiles tiles, int place, int column) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+        u32 b[4];
+        load_matrices(b, tiles, place, column, 8 * j * DIM);
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+            mma(c[t][j], a[t], b[0], b[1]);
+            mma(c[t][j + 1], a[t], b[2], b[3]);
+        }
+    }
+}
+
+// c [16 T, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
+template <int DIM, int T, int N> DEVICE void add_product(float (&c)[T][N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+    int a_place = place_of_a<DIM>(a_tile + row * DIM), b_place = place_of_b<DIM>(b_tile);
 #pragma unroll
     for (int e = 0; e < DIM / 16; e++) {
-        u32 a[4];
-        load_a<DIM>(a, tiles, a_tile, row, 16 * e);
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            u32 b[4];
-            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
-            mma(c[j], a, b[0], b[1]);
-            mma(c[j + 1], a, b[2], b[3]);
-        }
+        u32 a[T][4];
+        load_rows<DIM>(a, tiles, a_place, 16 * e);
+        add_columns<DIM>(c, a, tiles, b_place, 16 * e);
     }
 }
 
 // The same with A in registers.
-template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], const u32 (&a)[DIM / 16][4], Tiles tiles, int b_tile) {
+template <int DIM, int T, int N> DEVICE void add_product(float (&c)[T][N][4], const u32 (&a)[DIM / 16][T][4], Tiles tiles, int b_tile) {
+    int b_place = place_of_b<DIM>(b_tile);
 #pragma unroll
-    for (int e = 0; e < DIM / 16; e++) {
+    for (int e = 0; e < DIM / 16; e++) add_columns<DIM>(c, a[e], tiles, b_place, 16 * e);
+}
+
+// c [16 T, 8 M] += A B, where A is 16 T rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
+// `column` on of a tile.
+template <int DIM, int T, int M, int N>
+DEVICE void add_product_of(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column = 0) {
+    int b_place = place_of_a<DIM>(b_tile);
 #pragma unroll
-        for (int j = 0; j < N; j += 2) {
+    for (int j = 0; j < N / 2; j++) {
+        u32 a[T][4];
+#pragma unroll
+        for (int t = 0; t < T; t++) as_operand(a[t], left[t][2 * j], left[t][2 * j + 1]);
+#pragma unroll
+        for (int e = 0; e < M / 2; e++) {
             u32 b[4];
-            load_b<DIM>(b, tiles, b_tile, 8 * j, 16 * e);
-            mma(c[j], a[e], b[0], b[1]);
-            mma(c[j + 1], a[e], b[2], b[3]);
+            load_matrices_transposed(b, tiles, b_place, column + 16 * e, 16 * j * DIM);
+#pragma unroll
+            for (int t = 0; t < T; t++) {
+                mma(c[t][2 * e], a[t], b[0], b[1]);
+                mma(c[t][2 * e + 1], a[t], b[2], b[3]);
+            }
         }
     }
 }
 
-// c [16, 8 M] += A B, where A is 16 rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
-// `column` on of a tile.
-template <int DIM, int M, int N> DEVICE void add_product_of(float (&c)[M][4], const float (&left)[N][4], Tiles tiles, int b_tile, int column = 0) {
+// Sets all sums of a warp to zero.
+template <int T, int N> DEVICE void clear(float (&c)[T][N][4]) {
 #pragma unroll
-    for (int j = 0; j < N / 2; j++) {
-        u32 a[4];
-        as_operand(a, left[2 * j], left[2 * j + 1]);
-#pragma unroll
-        for (int e = 0; e < M / 2; e++) {
-            u32 b[4];
-            load_b_transposed<DIM>(b, tiles, b_tile, 16 * j, column + 16 * e);
-            mma(c[2 * e], a, b[0], b[1]);
-            mma(c[2 * e + 1], a, b[2], b[3]);
-        }
-    }
+    for (int t = 0; t < T; t++) clear(c[t]);
+}
+
+// The head of a block as in attention.cuh, in fewer registers.
+struct HeadOfBlock {
+    int sample, head, kv_head;
+};
+
+DEVICE HeadOfBlock head_of_block(i64 heads, i64 group, i64 first_kv) {
+    Head of = head_of(heads, group, first_kv);
+    return {static_cast<int>(of.sample), static_cast<int>(of.head), static_cast<int>(of.kv_head)};
+}
+
+DEVICE Seen seen_of_sample(const int* firsts, int sample, i64 keys, i64 window) {
+    return {firsts ? firsts + sample * keys : firsts, static_cast<int>(window)};
 }
 
 // The tokens of a block of queries: row i of the queries is token past + i, and sees keys before `keys`.
@@ -72,12 +115,12 @@ struct Tokens {
 // The rows of a lane in a tile of C, queries `row` and `row + 8` of `count`: the first key that each sees, and the
 // last.
 struct QueryPair {
-    int row, own0, own1, last0, last1;
+    int own0, own1, last0, last1;
 };
 
 DEVICE QueryPair query_pair(const Seen& sees, const Tokens& tokens, int row, int count) {
     int last = tokens.keys - 1, token0 = tokens.past + lesser(row, count - 1), token1 = tokens.past + lesser(row + 8, count - 1);
-    return {row, sees.from(token0), sees.from(token1), lesser(token0, last), lesser(token1, last)};
+    return {sees.from(token0), sees.from(token1), lesser(token0, last), lesser(token1, last)};
 }
 
 // Writes `value` where a query does not see the key: `scores` begin at key `keys`.
@@ -221,19 +264,28 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
     }
 }
 
-// Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse.
-template <int DIM>
-DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 8][4], const Head& head, const QueryPair& rows, u16* out, float* lse,
+// Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse. This
+// lane's first row is `own`.
+template <int DIM, int T>
+DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float (&o)[T][DIM / 8][4], const HeadOfBlock& head, int own, u16* out, float* lse,
                           i64 heads, int first, int count, i64 in_memory, int head_dim, float scale) {
-    of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
-    // A query that sees no key has no powers.
-    float inverse0 = of.total0 > 0.0f ? 1.0f / of.total0 : 0.0f, inverse1 = of.total1 > 0.0f ? 1.0f / of.total1 : 0.0f;
     u16* to = out + (head.sample * in_memory * heads + head.head) * head_dim;
-    store_rows<DIM>(tiles, 0, o, inverse0, inverse1, to, heads * head_dim, first, count, head_dim);
     float* lse_head = lse + (head.sample * heads + head.head) * in_memory;
-    if (lane_of_warp() % 4 != 0) return;
-    if (rows.row < count) lse_head[rows.row] = of.total0 > 0.0f ? of.max0 * scale + ln_bits(of.total0) : -INFINITE;
-    if (rows.row + 8 < count) lse_head[rows.row + 8] = of.total1 > 0.0f ? of.max1 * scale + ln_bits(of.total1) : -INFINITE;
+    __syncthreads();  // the queries have been read
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+        OnlineSoftmax of = softmax[t];
+        of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
+        // A query that sees no key has no powers.
+        float inverse0 = of.total0 > 0.0f ? 1.0f / of.total0 : 0.0f, inverse1 = of.total1 > 0.0f ? 1.0f / of.total1 : 0.0f;
+        put_rows<DIM>(tiles, 0, o[t], inverse0, inverse1, (static_cast<int>(threadIdx.x) / WARP * T + t) * 16, 0);
+        if (lane_of_warp() % 4 != 0) continue;
+        int row = own + 16 * t;
+        if (row < count) lse_head[row] = of.total0 > 0.0f ? of.max0 * scale + ln_bits(of.total0) : -INFINITE;
+        if (row + 8 < count) lse_head[row + 8] = of.total1 > 0.0f ? of.max1 * scale + ln_bits(of.total1) : -INFINITE;
+    }
+    __syncthreads();
+    store_tile<FLASH_ROWS, DIM, TEAM_OF<FLASH_ROWS, T>>(tiles, 0, to, heads * head_dim, first, count, head_dim);
 }
 
 // lse in powers of two, and D, of a lane's two rows, in backward.

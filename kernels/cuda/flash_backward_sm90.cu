@@ -32,14 +32,14 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
     constexpr int BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
     using Pairs = Ring<STEP, DIM, STAGES>;
     TILES(tiles, BARRIERS + Pairs::BARRIERS);
-    Head head = head_of(heads, group, first_kv);
+    HeadOfBlock head = head_of_block(heads, group, first_kv);
     int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
     Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
     int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
     int query = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
     i64 numbers = (head.sample * heads + head.head) * in_memory;
-    Seen sees = seen_of(firsts, head, keys_in_memory, window);
+    Seen sees = seen_of_sample(firsts, head.sample, keys_in_memory, window);
     QueryPair rows = query_pair(sees, tokens, query, count);
     RowNumbers row = row_numbers(lse + numbers, dots + numbers, query, count - 1);
     int begin = tokens.first_tile<STEP>(sees, first, end), of_group = tokens.past + first + group_row;

@@ -8,58 +8,62 @@
 // Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64), 128
 //           (_128) or 256 (_256), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Kernels
 //           with `dropout` in their names multiply P∘M by V, M the factors of attention_forward.cu.
-// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_128: 64, _256: 16),
-//           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
-//           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
-//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128 features 2·128 (128 + 4·64) = 96 KiB, and of 256
-//           features 2·256 (128 + 4·16) = 96 KiB, because keys by 32 take more registers than there are.
-// Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
-//           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 125 (kernels/report.md), so 16
-//           warps; _128 takes 211 and _256 226, 8 warps. Shared memory allows as many. With dropout 146, 195 and 254.
+// Geometry  one block per head and 128 queries, from the first visible key to the diagonal. _64: 32 queries for each of
+//           4 warps, over the keys by 32; the others 16 for each of 8, over the keys by 64 (_128) or 16 (_256). The last
+//           queries have the most keys and are launched first. Shared memory: a tile of queries and two of keys and of
+//           values, one of which is copied while the other is multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128
+//           features 2·128 (128 + 4·64) = 96 KiB, and of 256 features 2·256 (128 + 4·16) = 96 KiB.
+// Registers of a lane: of 32 queries O head_dim, S 32 and Q 32; of 16 O head_dim / 2 and S 32; operands of products 12
+//           and more in flight, then maxima, sums and addresses. 8 warps on an SM (kernels/report.md), in two blocks of
+//           _64 or one.
 // Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
 //           does 4096 operations of bf16 and 16 powers of two per clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a
-//           clock of products and as much of powers, a pair of _128 twice the products. One ldmatrix feeds two products
-//           of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
+//           clock of products and as much of powers, a pair of _128 twice the products. One ldmatrix of keys or values
+//           feeds two products of 16 × 8 × 16 for each 16 rows of a warp. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each
+//           head of 4096 tokens of 64 features.
 // Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte per
 //           operation, which is not the limit.
 // Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
-// HELD: whether the queries stay in registers; otherwise each product reads them from shared memory. Drop: Drops or
-// KeepsAll.
-template <int DIM, int STEP, bool HELD, class Drop>
+// T: 16 rows of a warp. HELD: whether the queries stay in registers; otherwise each product reads them from shared
+// memory. Drop: Drops or KeepsAll.
+template <int DIM, int STEP, int T, bool HELD, class Drop>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                           i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window, const Drop& drops) {
     constexpr int PAIR = FLASH_ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;  // places and sizes of tiles
+    constexpr int TEAM = TEAM_OF<FLASH_ROWS, T>;
     TILES(tiles, FLASH_ROWS * DIM + 4 * STEP * DIM);
-    Head head = head_of(heads, group, first_kv);
+    HeadOfBlock head = head_of_block(heads, group, first_kv);
     int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
     Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
     int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     const u16* q_head = q + head.sample * in_memory * q_row + head.head * head_dim;
     const u16* k_head = k + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
     const u16* v_head = v + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
-    int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
-    Seen sees = seen_of(firsts, head, keys_in_memory, window);
-    QueryPair rows = query_pair(sees, tokens, first + warp_row + lane / 4, count);
+    int warp_row = static_cast<int>(threadIdx.x) / WARP * 16 * T;
+    Seen sees = seen_of_sample(firsts, head.sample, keys_in_memory, window);
+    int own = first + warp_row + lane_of_warp() / 4;  // the first row of this lane
     int begin = tokens.first_tile<STEP>(sees, first, end), of_warp = tokens.past + first + warp_row;
     bool hides = firsts || window < past + seq;
 
-    copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, q_row, first, count, head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens.keys, head_dim);
-    copy_rows<STEP, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens.keys, head_dim);
+    copy_rows<FLASH_ROWS, DIM, TEAM>(thread_here(), tiles, 0, q_head, q_row, first, count, head_dim);
+    copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR, k_head, kv_row, begin, tokens.keys, head_dim);
+    copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + VALUES, v_head, kv_row, begin, tokens.keys, head_dim);
     copy_commit();
-    u32 held[DIM / 16][4];
+    u32 held[DIM / 16][T][4];
     if (HELD) {
         copy_wait<0>();
         __syncthreads();  // the queries have arrived
 #pragma unroll
-        for (int e = 0; e < DIM / 16; e++) load_a<DIM>(held[e], tiles, 0, warp_row, 16 * e);
+        for (int e = 0; e < DIM / 16; e++) load_rows<DIM>(held[e], tiles, place_of_a<DIM>(warp_row * DIM), 16 * e);
     }
-    OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
-    float o[DIM / 8][4];
+    OnlineSoftmax softmax[T];
+#pragma unroll
+    for (int t = 0; t < T; t++) softmax[t] = {-INFINITE, -INFINITE, 0.0f, 0.0f};
+    float o[T][DIM / 8][4];
     clear(o);
     int stage = 0;
     for (int keys = begin; keys < end; keys += STEP) {
@@ -68,75 +72,94 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + STEP < end) {
-            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + STEP, tokens.keys, head_dim);
-            copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens.keys, head_dim);
+            copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + STEP, tokens.keys, head_dim);
+            copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens.keys, head_dim);
             copy_commit();
         }
-        if (keys > of_warp + 15) continue;  // the last query of this warp precedes them
+        if (keys > of_warp + 16 * T - 1) continue;  // the last query of this warp precedes them
 
-        float s[STEP / 8][4];
+        float s[T][STEP / 8][4];
         clear(s);
         if (HELD) add_product<DIM>(s, held, tiles, pair);
         else add_product<DIM>(s, tiles, 0, warp_row, pair);
-        if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
-        online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
-        drop(s, drops.of(head.sample, head.head), tokens.past + rows.row, keys);
+        if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) {
+#pragma unroll
+            for (int t = 0; t < T; t++) mask(s[t], query_pair(sees, tokens, here(own) + 16 * t, count), keys, -INFINITE);
+        }
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+            online_softmax(softmax[t], s[t], o[t], scale * static_cast<float>(LOG2_E));
+            drop(s[t], drops.of(head.sample, head.head), tokens.past + own + 16 * t, keys);
+        }
         add_product_of<DIM>(o, s, tiles, pair + VALUES);
     }
-    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
+    store_outputs<DIM>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
-#define FLASH_FORWARD(DIM, STEP, HELD, ...) \
-    flash_forward<DIM, STEP, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
+#define FLASH_FORWARD(DIM, STEP, T, HELD, ...) \
+    flash_forward<DIM, STEP, T, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
                                    window, __VA_ARGS__)
 
-// Overridden by src/variants.rs.
+// Overridden by src/variants.rs: keys of a tile, 16 rows of a warp.
 #ifndef FORWARD_64_KEYS
 #define FORWARD_64_KEYS 32
 #endif
-#ifndef FORWARD_64_RESIDENT
-#define FORWARD_64_RESIDENT 2
+#ifndef FORWARD_64_T
+#define FORWARD_64_T 2
 #endif
 #ifndef FORWARD_64_HELD
-#define FORWARD_64_HELD 0
+#define FORWARD_64_HELD 1
 #endif
 #ifndef FORWARD_128_KEYS
 #define FORWARD_128_KEYS 64
 #endif
+#ifndef FORWARD_128_T
+#define FORWARD_128_T 1
+#endif
 
 #undef RESIDENT
-#define RESIDENT FORWARD_64_RESIDENT
+#define RESIDENT 2
+#undef MOST_THREADS
+#define MOST_THREADS TEAM_OF<FLASH_ROWS, FORWARD_64_T>
 KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(64, FORWARD_64_KEYS, FORWARD_64_HELD, KeepsAll{});
+    FLASH_FORWARD(64, FORWARD_64_KEYS, FORWARD_64_T, FORWARD_64_HELD, KeepsAll{});
 }
 
 #undef RESIDENT
 #define RESIDENT 1
+#undef MOST_THREADS
+#define MOST_THREADS TEAM_OF<FLASH_ROWS, FORWARD_128_T>
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(128, FORWARD_128_KEYS, false, KeepsAll{});
+    FLASH_FORWARD(128, FORWARD_128_KEYS, FORWARD_128_T, false, KeepsAll{});
 }
 
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
 KERNEL flash_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window) {
-    FLASH_FORWARD(256, 16, false, KeepsAll{});
+    FLASH_FORWARD(256, 16, 1, false, KeepsAll{});
 }
 
+#undef MOST_THREADS
+#define MOST_THREADS TEAM_OF<FLASH_ROWS, 2>
 KERNEL flash_dropout_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                         i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                 float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    FLASH_FORWARD(64, 32, false, FLASH_DROPS);
+    FLASH_FORWARD(64, 32, 2, true, FLASH_DROPS);
 }
 
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
 KERNEL flash_dropout_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                  float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    FLASH_FORWARD(128, 64, false, FLASH_DROPS);
+    FLASH_FORWARD(128, 64, 1, false, FLASH_DROPS);
 }
 
 KERNEL flash_dropout_forward_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                  float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    FLASH_FORWARD(256, 16, false, FLASH_DROPS);
+    FLASH_FORWARD(256, 16, 1, false, FLASH_DROPS);
 }

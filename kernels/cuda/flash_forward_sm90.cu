@@ -26,13 +26,13 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
     constexpr int PAIRS = FLASH_ROWS * DIM, VALUES = STEP * DIM, BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
     using Pairs = Ring<STEP, DIM, STAGES>;
     TILES(tiles, BARRIERS + Pairs::BARRIERS);
-    Head head = head_of(heads, group, first_kv);
+    HeadOfBlock head = head_of_block(heads, group, first_kv);
     int count = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS;
     Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
     int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
-    Seen sees = seen_of(firsts, head, keys_in_memory, window);
-    QueryPair rows = query_pair(sees, tokens, first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4, count);
+    Seen sees = seen_of_sample(firsts, head.sample, keys_in_memory, window);
+    int own = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;  // the first row of this lane
     int begin = tokens.first_tile<STEP>(sees, first, end), of_group = tokens.past + first + group_row;
     bool leads = threadIdx.x == 0, hides = firsts || window < past + seq;
 
@@ -44,8 +44,8 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
     }
     __syncthreads();  // the barriers are visible to all threads
     wait_for_bytes(tiles, ring.own_barrier(), 0);
-    OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
-    float o[DIM / 8][4];
+    OnlineSoftmax softmax[1] = {{-INFINITE, -INFINITE, 0.0f, 0.0f}};
+    float o[1][DIM / 8][4];
     clear(o);
     for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
         __syncthreads();  // the previous keys have been read
@@ -59,16 +59,16 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
         multiply_groups<DIM, FLASH_ROWS>(s, tiles, 0, group_row, ring.place(n));
         warp_group_commit();
         warp_group_wait<0>();
-        if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, rows, keys, -INFINITE);
-        online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
+        if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, query_pair(sees, tokens, own, count), keys, -INFINITE);
+        online_softmax(softmax[0], s, o[0], scale * static_cast<float>(LOG2_E));
         u32 p[STEP / 16][4];
         as_operands(p, s);
         warp_group_begin();
-        add_groups(o, tiles, p, ring.place(n) + VALUES);
+        add_groups(o[0], tiles, p, ring.place(n) + VALUES);
         warp_group_commit();
         warp_group_wait<0>();
     }
-    store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, count, in_memory, head_dim, scale);
+    store_outputs<DIM>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 // Keys of a tile, and pairs of tiles.

@@ -56,6 +56,28 @@ DEVICE void load_matrices_transposed(u32 (&words)[4], Tiles tiles, int at) {
                  : "memory");
 }
 
+// x, computed here: what depends on it is not computed before a loop, and kept in registers of its own.
+DEVICE int here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// The same at place (at ^ column) + offset, where the bits of `column` are within a row: one instruction for each
+// column, none for an offset.
+DEVICE void load_matrices(u32 (&words)[4], Tiles tiles, int at, int column, int offset) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"((shared_address(tiles + at) ^ static_cast<u32>(2 * column)) + static_cast<u32>(2 * offset))
+                 : "memory");
+}
+
+DEVICE void load_matrices_transposed(u32 (&words)[4], Tiles tiles, int at, int column, int offset) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"((shared_address(tiles + at) ^ static_cast<u32>(2 * column)) + static_cast<u32>(2 * offset))
+                 : "memory");
+}
+
 // Starts to copy a chunk to shared memory; zeros if it is not `inside`. `from` must be a readable address at a multiple
 // of 16 bytes.
 DEVICE void copy_begin(Tiles tiles, int at, const u16* from, bool inside) {
@@ -83,6 +105,8 @@ DEVICE Chunk read_chunk(Tiles tiles, int at) { return *reinterpret_cast<const Ch
 
 DEVICE Chunk load_chunk(const u16* from) { return *reinterpret_cast<const Chunk*>(from); }
 DEVICE void store_chunk(u16* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>(to) = chunk; }
+
+DEVICE int thread_here() { return here(static_cast<int>(threadIdx.x)); }
 
 // The start of chunk `chunk` of row `row` of a tile.
 template <int WIDTH> DEVICE int place(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) * CHUNK); }
@@ -148,11 +172,13 @@ DEVICE float largest_of_row(float x) {
 }
 
 // Starts to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column
-// `width`. A thread copies the same chunk of every THREADS * CHUNK / WIDTH-th row; this is a multiple of 8 rows, so
-// that consecutive places have a constant distance.
-template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
-    constexpr int STEP = THREADS * CHUNK / WIDTH;
-    int r = static_cast<int>(threadIdx.x) / (WIDTH / CHUNK), chunk = static_cast<int>(threadIdx.x) % (WIDTH / CHUNK);
+// `width`. Each of the block's TEAM threads copies the same chunk of every TEAM * CHUNK / WIDTH-th row; this is a
+// multiple of 8 rows, so that consecutive places have a constant distance.
+template <int ROWS, int WIDTH, int TEAM>
+DEVICE void copy_rows(int thread, Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
+    constexpr int STEP = TEAM * CHUNK / WIDTH;
+    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "consecutive places have a constant distance");
+    int r = thread / (WIDTH / CHUNK), chunk = thread % (WIDTH / CHUNK);
     int at = tile + place<WIDTH>(r, chunk), rows = end - first - r;
     if (chunk * CHUNK >= width) rows = 0;
     const u16* next = from + (first + r) * row + chunk * CHUNK;
@@ -161,6 +187,10 @@ template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, cons
         copy_begin(tiles, at + i * WIDTH, i < rows ? next : from, i < rows);
         next += STEP * row;
     }
+}
+
+template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
+    copy_rows<ROWS, WIDTH, THREADS>(static_cast<int>(threadIdx.x), tiles, tile, from, row, first, end, width);
 }
 
 // Writes a warp's tiles of C, times `upper` (rows g) and `lower` (rows g + 8) of the lane, to rows row .. row + 16 and
@@ -174,9 +204,10 @@ template <int WIDTH, int N> DEVICE void put_rows(Tiles tiles, int tile, const fl
     }
 }
 
-// Writes a tile of ROWS rows to memory, by whole chunks.
-template <int ROWS, int WIDTH> DEVICE void store_tile(Tiles tiles, int tile, u16* to, i64 row, int first, int end, int width) {
-    for (int at = static_cast<int>(threadIdx.x); at < ROWS * WIDTH / CHUNK; at += THREADS) {
+// Writes a tile of ROWS rows to memory, by whole chunks, with the block's TEAM threads.
+template <int ROWS, int WIDTH, int TEAM = THREADS>
+DEVICE void store_tile(Tiles tiles, int tile, u16* to, i64 row, int first, int end, int width) {
+    for (int at = static_cast<int>(threadIdx.x); at < ROWS * WIDTH / CHUNK; at += TEAM) {
         int r = at / (WIDTH / CHUNK), chunk = at % (WIDTH / CHUNK);
         if (first + r >= end || chunk * CHUNK >= width) continue;
         store_chunk(to + (first + r) * row + chunk * CHUNK, read_chunk(tiles, tile + place<WIDTH>(r, chunk)));

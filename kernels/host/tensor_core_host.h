@@ -107,6 +107,16 @@ inline void load_matrices_transposed(uint32_t (&words)[4], Tiles tiles, int at) 
     }
 }
 
+inline int here(int x) { return x; }
+
+inline void load_matrices(uint32_t (&words)[4], Tiles tiles, int at, int column, int offset) {
+    load_matrices(words, tiles, (at ^ column) + offset);
+}
+
+inline void load_matrices_transposed(uint32_t (&words)[4], Tiles tiles, int at, int column, int offset) {
+    load_matrices_transposed(words, tiles, (at ^ column) + offset);
+}
+
 // The chunk must not be accessed until its thread has waited for it, nor by other threads until a barrier after that.
 inline void copy_begin(Tiles tiles, int at, const uint16_t* from, bool inside) {
     if (at % 8 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("cp.async with an address that is no multiple of 16 bytes");

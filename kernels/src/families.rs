@@ -132,27 +132,27 @@ const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 const ROWS_BY_SIXTEEN: Geometry = Geometry::RowVectors { each: 16 };
 
-/// Queries or keys of a block of flash attention, and rows of its tiles in shared memory, of 16 bits:
+/// Warps of a block of flash attention, its queries or keys, and rows of its tiles in shared memory, of 16 bits:
 /// `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
-pub(crate) const fn flash(rows: u32, head_dim: u32, tiles: u32) -> Geometry {
-    Geometry::TensorTiles { rows, shared: 2 * head_dim * tiles }
+pub(crate) const fn flash(warps: u32, rows: u32, head_dim: u32, tiles: u32) -> Geometry {
+    Geometry::TensorTiles { threads: 32 * warps, rows, shared: 2 * head_dim * tiles }
 }
 
 /// Four tiles of 16 rows of features and two of pairs, of f32: `cuda/attention_backward.cu`.
 const fn attention_backward(head_dim: u32) -> Geometry {
-    Geometry::TensorTiles { rows: 16, shared: 4 * (4 * 16 * (head_dim + 1) + 2 * 16 * 17) }
+    Geometry::TensorTiles { threads: THREADS, rows: 16, shared: 4 * (4 * 16 * (head_dim + 1) + 2 * 16 * 17) }
 }
 
 /// The same for the forms for sm_90a; shared memory also holds barriers for the copies, and numbers of the columns:
 /// `cuda/flash_sm90.cuh`.
 const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geometry {
-    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
+    Geometry::TensorTiles { threads: THREADS, rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
 }
 
 /// Columns of a tile of products of groups, and the tiles of both operands in shared memory, of 16 bits:
 /// `cuda/grouped_tensor.cu`.
 pub(crate) const fn grouped(columns: u32, stages: u32) -> Geometry {
-    Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUPED_ROWS as u32 + columns) * stages }
+    Geometry::TensorTiles { threads: THREADS, rows: columns, shared: 2 * 64 * (GROUPED_ROWS as u32 + columns) * stages }
 }
 
 /// One thread per eight elements, whose bits fill one byte.
@@ -461,107 +461,107 @@ kernels! {
     flash_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 64, 128 + 4 * 32);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(4, 128, 64, 128 + 4 * 32);
     flash_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 128, 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(8, 128, 128, 128 + 4 * 64);
     flash_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(128, 256, 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(8, 128, 256, 128 + 4 * 16);
     flash_dropout_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 64, 128 + 4 * 32);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(4, 128, 64, 128 + 4 * 32);
     flash_dropout_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 128, 128 + 4 * 64);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(8, 128, 128, 128 + 4 * 64);
     flash_dropout_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(128, 256, 128 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(8, 128, 256, 128 + 4 * 16);
     flash_dots(InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq,
         Divisor I64 heads, Eights I64 head_dim) in flash_backward, ELEMENTS;
     flash_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 64, 2 * 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
     flash_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 128, 2 * 128 + 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 128, 2 * 128 + 4 * 32);
     flash_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 256, 2 * 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 128, 256, 2 * 128 + 4 * 16);
     flash_dropout_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 64);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
     flash_dropout_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 32);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 32);
     flash_dropout_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 64, 2 * 128 + 4 * 32);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
     flash_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(128, 128, 2 * 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 32);
     flash_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_dropout_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 64, 2 * 128 + 4 * 32);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 64, 2 * 128 + 4 * 32);
     flash_dropout_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(128, 128, 2 * 128 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 16);
     flash_dropout_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(64, 256, 2 * 64 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
         Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;

@@ -63,8 +63,11 @@ pub enum Geometry {
         /// Positions per block.
         rows: u32,
     },
-    /// As `Tiles`, with dynamic shared memory, because more than the 48 KiB of static shared memory are needed.
+    /// As `Tiles`, with dynamic shared memory, because more than the 48 KiB of static shared memory are needed, and a
+    /// number of threads of their own.
     TensorTiles {
+        /// Threads of a block.
+        threads: u32,
         /// Positions per block.
         rows: u32,
         /// Bytes of dynamic shared memory of a block.
@@ -112,6 +115,7 @@ impl Geometry {
                 let halves = width.div_ceil(ROW_BLOCK).clamp(u64::from(THREADS) / ROW_LANES, HELD_HALVES);
                 ((HELD_LANES * halves.next_power_of_two()) as u32, held.min(HELD_BYTES) as u32)
             }
+            Self::TensorTiles { threads, shared, .. } => (threads, shared),
             _ => (THREADS, self.shared()),
         };
         let (x, y) = match self {
@@ -205,8 +209,8 @@ mod tests {
         assert_eq!(grid(Geometry::RowVectors { each: 8 }, 128, 17), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Warps, 9, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Tiles { rows: 32 }, 6, 33), Some([6, 2, 1]));
-        let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };
-        let launch = Launch { grid: [6, 2, 1], block: [256, 1, 1], shared: 98_304 };
+        let tiles = Geometry::TensorTiles { threads: 128, rows: 128, shared: 98_304 };
+        let launch = Launch { grid: [6, 2, 1], block: [128, 1, 1], shared: 98_304 };
         assert_eq!(tiles.launch(6, 129), Some(launch));
         let rounds =
             |width| Geometry::Rounds.launch(100, width).map(|launch| (launch.grid[0], launch.block[0], launch.shared));

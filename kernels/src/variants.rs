@@ -40,13 +40,10 @@ macro_rules! variants {
 
 #[rustfmt::skip] // A table: one variant, one line.
 variants! {
-    flash_forward_64 in flash_forward, "keys=64", flash(128, 64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1;
-    flash_forward_64 in flash_forward, "keys=64, held", flash(128, 64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1, FORWARD_64_HELD = 1;
-    flash_forward_64 in flash_forward, "keys=32, 1 block", flash(128, 64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
-    flash_forward_128 in flash_forward, "keys=32", flash(128, 128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
-    flash_backward_q_64 in flash_backward, "keys=32", flash(128, 64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    flash_backward_q_128 in flash_backward, "keys=32", flash(128, 128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    flash_backward_q_256 in flash_backward, "queries=64", flash(64, 256, 2 * 64 + 4 * 16); BACKWARD_Q_256_SHARE = 2;
+    flash_forward_64 in flash_forward, "rows=16", flash(8, 128, 64, 128 + 4 * 32); FORWARD_64_T = 1, FORWARD_64_HELD = 0;
+    flash_forward_128 in flash_forward, "keys=32", flash(8, 128, 128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
+    flash_backward_q_256 in flash_backward, "queries=64", flash(8, 64, 256, 2 * 64 + 4 * 16); BACKWARD_Q_256_SHARE = 2;
+    flash_backward_kv_64 in flash_backward, "rows=16", flash(8, 128, 64, 2 * 128 + 4 * 32); BACKWARD_KV_64_T = 1;
     grouped_tensor_forward_bf16 in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
     grouped_tensor_forward in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
     grouped_tensor_forward_bf16 in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;

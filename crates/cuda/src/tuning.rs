@@ -4,7 +4,7 @@
 //! ```toml
 //! [[sm_90a]]
 //! kernel = "flash_forward_64"
-//! variant = "keys=64"    # of `meshwork_kernels::VARIANTS`, or "usual"; of products of groups, or "library": a product of the library for each group
+//! variant = "rows=16"    # of `meshwork_kernels::VARIANTS`, or "usual"; of products of groups, or "library": a product of the library for each group
 //! up_to = 2048           # the longest rows or sequences of this row, without a width elements; without it: all
 //! ```
 //! The first row of a kernel that matches a call decides. Kernels without a row use their usual form.
@@ -205,7 +205,7 @@ mod tests {
         let text = "[[sm_80]]\nkernel = 'dropout'\nvariant = 'each=8'\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'usual'\nup_to = 100\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
-                    [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'keys=64'\nup_to = 2048\n\
+                    [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'rows=16'\nup_to = 2048\n\
                     [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'library'\nup_to = 512\n\
                     [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'columns=128'\n";
         let tuning = Tuning::parse(text, "sm_90a").unwrap();

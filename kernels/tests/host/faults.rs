@@ -122,7 +122,7 @@ KERNEL unordered(float* out, i64 count) {
 const fn faulty(name: &'static str) -> Kernel {
     const ARGS: &[Arg] =
         &[Arg { name: "out", pass: Pass::Out, of: Type::F32 }, Arg { name: "count", pass: Pass::Value, of: Type::I64 }];
-    let geometry = Geometry::TensorTiles { rows: 256, shared: 16_384 };
+    let geometry = Geometry::TensorTiles { threads: 256, rows: 256, shared: 16_384 };
     Kernel { name, source: &FAULTY, geometry, args: ARGS }
 }
 
