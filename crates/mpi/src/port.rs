@@ -21,7 +21,7 @@ use crate::pause::{Drivers, Pause};
 use crate::wire;
 
 /// How long processes that are alive may take to end.
-const LAST: Duration = Duration::from_secs(5);
+pub(crate) const LAST: Duration = Duration::from_secs(5);
 
 /// How long messages are moved at the end of MPI where some are for a process that does not answer.
 const BRIEF: Duration = Duration::from_millis(300);
@@ -347,6 +347,11 @@ impl Port {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
+    /// Whether some process may never end MPI.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Relaxed)
+    }
+
     /// Takes note of processes that did not answer at the end of a world: nobody waits for them at the end of MPI.
     pub(crate) fn give_up(&self, processes: impl Iterator<Item = usize>) {
         lock(&self.desk).silent.extend(processes);
@@ -383,7 +388,7 @@ impl Port {
                 wire.first(to, cover(&Cover::Bye { process }));
             }
         };
-        let longest = if self.abandoned.load(Ordering::Relaxed) { LAST } else { 12 * LAST };
+        let longest = if self.is_abandoned() { LAST } else { 12 * LAST };
         let (begun, mut pause) = (Instant::now(), Pause::of_thread(Duration::from_millis(1)));
         if process != first {
             say(first);

@@ -23,7 +23,7 @@ use crate::life::Life;
 use crate::meeting::Meeting;
 use crate::native::Reduction;
 use crate::pause::Pause;
-use crate::port::{Hosts, Landing, Layout, Port};
+use crate::port::{Hosts, LAST, Landing, Layout, Port};
 use crate::sockets::Sockets;
 use crate::wire::Wire;
 
@@ -344,6 +344,7 @@ const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis
 /// Moves messages and operations, as far as no rank does because it waits, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
     let mut pauses = SLEEPS.map(|alone| Pause::of_thread(port.sleep(alone)));
+    let mut unneeded = None;
     loop {
         let mut any = !port.drivers.is_any() && port.poll();
         let mut busy = false;
@@ -355,10 +356,36 @@ fn work(port: &Port, over: &AtomicBool) {
         if any {
             pauses.iter_mut().for_each(Pause::reset);
         }
-        if over.load(Ordering::Acquire) && port.endpoints().iter().all(|endpoint| endpoint.is_over()) {
-            break;
+        if over.load(Ordering::Acquire) {
+            // A process that stands still may judge a world that came before, of which nobody hears that it is over.
+            let since = *unneeded.get_or_insert_with(Instant::now);
+            let is_left = port.is_abandoned() && since.elapsed() >= LAST;
+            if is_left || port.endpoints().iter().all(|endpoint| endpoint.is_over()) {
+                break;
+            }
         }
         pauses[usize::from(!busy)].rest();
     }
     port.close();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rank 0, which says that a world is over, stands still before it does: the process of rank 1 ends nevertheless.
+    #[test]
+    fn a_world_that_its_judge_left_open_does_not_keep_a_process() {
+        let runtime = Runtime::of_one_process(Options { ranks_per_process: 2, ..Options::default() }).unwrap();
+        let (port, patience) = (&runtime.0.port, Patience { progress: None, answer: None });
+        let hosts = Hosts { ranks: 2, ..runtime.0.there() };
+        Endpoint::enter(port, &hosts, 77, "clock", 1, patience, runtime.0.origin);
+        port.abandon();
+        let (tell, told) = mpsc::channel();
+        thread::spawn(move || {
+            drop(runtime);
+            tell.send(())
+        });
+        assert!(told.recv_timeout(3 * LAST).is_ok(), "it waits for ever");
+    }
 }
