@@ -11,7 +11,7 @@ fn adapters_of_experts_have_one_ranks_bits() {
         ("qwen3_moe", "--set lora.rslora=true", "mlp.experts.3.up_proj"),
         ("qwen3_moe", "--set lora.targets=gate_proj", "mlp.experts.0.gate_proj"),
         ("deepseek_v2", "--set lora.targets=down_proj,up_proj,q_proj", "mlp.experts.1.down_proj"),
-        ("deepseek_v3", "--set lora.quantization=nf4 --set lora.block_size=2", "mlp.experts.7.gate_proj"),
+        ("deepseek_v3", "--set lora.quantization=nf4 --set lora.block_size=2", "mlp.experts.4.gate_proj"),
     ] {
         let method = "--set parallelism.context_parallel_method=all_gather"; // one rank's in canonical numerics
         let more = format!("--set training.numerics=canonical {method} {more}");
