@@ -23,6 +23,10 @@ pub use variants::{VARIANTS, Variant, variants};
 /// has them, which is the default.
 pub const OPTIONS: [&str; 5] = ["-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"];
 
+/// Options of NVRTC beside them: lambdas, which have no mark, are functions of the device. Version 13.0 and older take
+/// those with parameters of any type for functions of the host, and refuse them.
+pub const NVRTC_OPTIONS: [&str; 1] = ["-default-device"];
+
 /// The kernel with this name.
 pub fn kernel(name: &str) -> Option<&'static Kernel> {
     KERNELS.iter().find(|kernel| kernel.name == name)

@@ -4,7 +4,7 @@
 
 use crate::driver::{DriverError, Result};
 use cudarc::nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult};
-use meshwork_kernels::{HEADERS, OPTIONS, Source};
+use meshwork_kernels::{HEADERS, NVRTC_OPTIONS, OPTIONS, Source};
 use std::ffi::{CString, c_char};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -24,7 +24,7 @@ pub(super) struct Compiler {
 impl Compiler {
     /// A compiler for `architecture`, such as `sm_80`, with NVRTC of `version`; compiled code is cached in `folder`.
     pub(super) fn new(folder: &Path, architecture: &str, version: String) -> Self {
-        let options = OPTIONS.iter().map(|&option| option.to_owned());
+        let options = OPTIONS.iter().chain(&NVRTC_OPTIONS).map(|&option| option.to_owned());
         let options = options.chain([format!("--gpu-architecture={architecture}")]).collect();
         Self { folder: folder.to_owned(), options, version }
     }
@@ -147,11 +147,12 @@ fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::libraries::nvrtc;
+    use crate::gpu::libraries::{architectures, nvrtc};
     use meshwork_kernels::SOURCES;
     use std::time::Instant;
 
-    /// NVRTC needs no GPU: compiles to machine code for the targets that `kernels/check.py` compiles with nvcc.
+    /// NVRTC needs no GPU: compiles to machine code for the targets that `kernels/check.py` compiles with nvcc, as far
+    /// as it knows them.
     #[test]
     fn nvrtc_compiles_every_kernel() {
         let version = match nvrtc() {
@@ -159,7 +160,12 @@ mod tests {
             Err(error) => return eprintln!("SKIPPED: {error}"),
         };
         let folder = tempfile::tempdir().unwrap();
-        for architecture in ["sm_80", "sm_90a", "sm_121a"] {
+        let known = architectures().unwrap();
+        for (number, architecture) in [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")] {
+            if number > 100 && !known.contains(&number) {
+                println!("NVRTC {version} does not know {architecture}");
+                continue;
+            }
             let compiler = Compiler::new(folder.path(), architecture, version.clone());
             let start = Instant::now();
             compiler.prepare(SOURCES).unwrap_or_else(|error| panic!("{architecture}: {error}"));

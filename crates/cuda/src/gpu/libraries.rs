@@ -178,7 +178,7 @@ pub(super) fn attribute(device: CUdevice, of: Of) -> Result<i32, DriverError> {
 }
 
 /// The architectures that NVRTC compiles for, as `90`.
-fn architectures() -> Result<Vec<i32>, DriverError> {
+pub(super) fn architectures() -> Result<Vec<i32>, DriverError> {
     let mut count = 0;
     let call = "nvrtcGetSupportedArchs";
     let refused = |error: nvrtc::result::NvrtcError| DriverError::Call { call, why: format!("{:?}", error.0) };
