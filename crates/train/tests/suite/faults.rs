@@ -307,8 +307,8 @@ fn a_sequence_that_cp_does_not_fit() {
         (
             "--mesh cp=1000000000000 --set parallelism.context_parallel_method=auto --set model.sliding_window=9",
             "parallelism.cp = 1000000000000: cuts model.seq_len = 128 into 1000000000000 parts; use at most 128, or \
-             model.seq_len of 1000000000000 or more\nparallelism = dp=1,tp=1,pp=1: 1000000000000 ranks, each a thread of \
-             this process; use 4096 ranks or fewer; --steps 0 reports on any mesh",
+             model.seq_len of 1000000000000 or more\nparallelism = dp=1,tp=1,pp=1,cp=1000000000000: 1000000000000 ranks, each a \
+             thread of this process; use 4096 ranks or fewer; --steps 0 reports on any mesh",
         ),
         (
             "--mesh cp=3 --set model.seq_len=2",
