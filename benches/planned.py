@@ -35,6 +35,7 @@ from harness import machine, programs
 ROOT = Path(__file__).resolve().parents[1]
 OURS = programs.Programs(os.cpu_count())
 BATCH, STEPS = 8, 5
+TRIES = 3  # of a measurement, while other programs disturb it
 ROUNDS, RIVALS = 3, 3  # of the chosen mesh against the fastest ones
 BUSY = 5  # percent of the cores: what `plan --measure` warns of
 DOCS = ROOT / "docs" / "planner.md"
@@ -138,18 +139,18 @@ class Processes:
         return kind if self.count > 1 else {}
 
 
-def measured_alone(cluster):
-    """The file of a measurement of this machine that other programs did not disturb, or the last of three."""
-    for _ in range(3):
+def measured_alone(cluster, tries):
+    """The file of a measurement of this machine that other programs did not disturb, or the last of so many."""
+    for _ in range(tries):
         told = run([OURS.build("plan"), "--measure", cluster])
         if int(re.search(r"other programs took (\d+)%", told)[1]) < BUSY:
             break
     return told
 
 
-def machine_of(cluster, processes):
+def machine_of(cluster, processes, tries):
     """The machine as it is now: operations a second of its products, and its file."""
-    told = measured_alone(cluster)
+    told = measured_alone(cluster, tries)
     if processes.count > 1:
         processes.run([OURS.build("plan"), "--measure", cluster])
         told = cluster.read_text(encoding="utf-8")
@@ -249,7 +250,7 @@ def main():
     parse.add_argument("--rows", metavar="FILE", type=Path, help="with --minutes: where the rows are kept between the calls")
     parse.add_argument("--self-test", action="store_true", help="two meshes of a tiny model, into a temporary folder")
     args = parse.parse_args()
-    preset, meshes = ("tiny", MESHES[3:5]) if args.self_test else ("small", MESHES)
+    preset, meshes, tries, rounds = ("tiny", MESHES[3:5], 1, 1) if args.self_test else ("small", MESHES, TRIES, ROUNDS)
     processes = Processes(args.processes, args.mpirun)
     meshes = [(mesh, keys) for mesh, keys in meshes if ranks_of(mesh) % processes.count == 0]
     folder = Path(tempfile.mkdtemp(prefix="meshwork-planned-"))
@@ -268,7 +269,7 @@ def main():
             print(f"{len(found)} of {len(meshes)} meshes are in {kept}; the same command goes on", file=sys.stderr)
             return
         print(f"{len(found) + 1}/{len(meshes)}: {name}", file=sys.stderr, flush=True)
-        peak, told = machine_of(cluster, processes)
+        peak, told = machine_of(cluster, processes, tries)
         own = predicted(cluster, preset, *mesh, processes)
         found[name] = {"name": name, "peak": peak, "told": told, "own": own, "times": measured(folder, preset, *mesh, processes)}
         with kept.open("a", encoding="utf-8") as file:
@@ -279,7 +280,7 @@ def main():
     for row in rows:
         row["common"] = predicted(cluster, preset, *meshes[row["name"]], processes)
     turns = {row["name"]: [] for row in finalists(rows)}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, times in turns.items():
             times += measured(folder, preset, *meshes[name], processes)
     facts = machine.hardware(os.cpu_count())
