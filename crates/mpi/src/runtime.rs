@@ -357,7 +357,7 @@ fn work(port: &Port, over: &AtomicBool) {
             pauses.iter_mut().for_each(Pause::reset);
         }
         if over.load(Ordering::Acquire) {
-            // A process that stands still may judge a world that came before, of which nobody hears that it is over.
+            // The process that says when an earlier world is over may stand still, and never say it.
             let since = *unneeded.get_or_insert_with(Instant::now);
             let is_left = port.is_abandoned() && since.elapsed() >= LAST;
             if is_left || port.endpoints().iter().all(|endpoint| endpoint.is_over()) {

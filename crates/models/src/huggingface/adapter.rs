@@ -90,7 +90,7 @@ impl Lora {
                 Vec::new()
             }
         };
-        // Linear layers by their weights, as `peft` is told of those that have names of experts.
+        // `target_parameters` names weights. Without `.weight` they are the names of linear layers.
         let layer =
             |weight: &Value| weight.as_str().and_then(|weight| weight.strip_suffix(".weight")).map(str::to_owned);
         let parameters = &config["target_parameters"];

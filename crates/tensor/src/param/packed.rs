@@ -31,7 +31,8 @@ pub(super) struct Packed {
 
 impl Packed {
     /// Places a parameter of `count` elements behind the first `end` bytes of a flat buffer. It is cut into messages of
-    /// `share` elements, of which this rank stores the one with the elements `part`. `None` if it is not packed.
+    /// `share` elements, and this rank stores the elements `part`, which one message carries. `None` if it is not
+    /// packed.
     pub fn new(spec: &ParamSpec, count: usize, share: usize, part: Range<usize>, end: usize) -> Result<Option<Self>> {
         let Some(values) = spec.packed else { return Ok(None) };
         let (scheme, share) = (Scheme::Values(values), share.min(count));

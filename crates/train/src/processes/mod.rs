@@ -202,8 +202,8 @@ impl Config {
     }
 
     /// Whether this process tells the error of the run: that of rank 0, or the first that was not lost. All processes
-    /// have the same error, except where one cannot join the others: nobody else knows why. The others should give it a
-    /// moment before they end, because a launcher may end all others when the first has.
+    /// have the same error, but one that cannot join the others: it tells its own, which no other process knows. The
+    /// others should give the process that tells a moment, because a launcher may end it when they end.
     #[must_use]
     pub fn tells(&self, error: &RunError) -> bool {
         let Some(launch) = &self.comm.launch else { return true };
