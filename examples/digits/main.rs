@@ -5,10 +5,10 @@ mod options;
 mod train;
 
 use meshwork::cpu::Cpu;
-use meshwork::diff::{Side, compare};
+use meshwork::diff::{Side, compare_in};
 use meshwork::nn::Model;
 use meshwork::train::data::Images;
-use meshwork::train::processes::{require_alone, world};
+use meshwork::train::processes::world;
 use meshwork::train::profile::{self, layers, write_layers};
 use options::{Options, SCHEDULE, TRACE, usage};
 use std::error::Error;
@@ -31,11 +31,6 @@ fn main() -> ExitCode {
         },
         Err(error) => return fail(2, &error),
     };
-    if options.compare.is_some()
-        && let Err(fault) = require_alone("digits --compare")
-    {
-        return fail(2, &fault);
-    }
     match run(&options) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
@@ -50,8 +45,11 @@ fn run(options: &Options) -> Result<bool, Box<dyn Error>> {
     let model: Arc<dyn Model> = Arc::new(options.network());
     let plan = options.plan(images.len())?;
     if let Some(other) = options.other(&plan) {
+        let larger = if other.mesh.world_size() > plan.mesh.world_size() { &other.mesh } else { &plan.mesh };
+        let world = world(larger)?;
         let [a, b] = [plan, other].map(|plan| Side::from_model(model.clone(), plan, &images));
-        let report = compare([&a, &b], COMPARED)?;
+        // Of several processes one tells the result.
+        let Some(report) = compare_in(&world, [&a, &b], COMPARED)? else { return Ok(true) };
         show(&report)?;
         return Ok(report.holds());
     }

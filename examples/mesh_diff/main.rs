@@ -6,9 +6,10 @@ mod options;
 #[path = "../shared/output.rs"]
 mod output;
 
-use meshwork::train::processes::require_alone;
+use meshwork::diff::Error;
+use meshwork::train::processes::world_of;
 use options::{Options, usage};
-use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
+use output::{BAD_INPUT, FAILED, fail, fail_together, show, show_fitted, tell};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -16,21 +17,21 @@ fn main() -> ExitCode {
     if options.help {
         return show_fitted(&usage("cargo run --release --features diff --example mesh_diff --"));
     }
-    if let Err(fault) = require_alone("mesh_diff") {
-        return fail(BAD_INPUT, &fault);
-    }
     let comparison = match options.load() {
         Ok(comparison) => comparison,
         Err(error) => return fail(BAD_INPUT, &error),
     };
-    for notice in comparison.notices() {
+    let leads = comparison.config().leads();
+    for notice in comparison.notices().iter().filter(|_| leads) {
         tell(&format_args!("note: {notice}"));
     }
-    match comparison.run() {
-        Ok(report) => match (show(&report), report.holds()) {
+    match world_of(comparison.config()).map_err(Error::Run).and_then(|world| comparison.run_in(&world)) {
+        Ok(None) => ExitCode::SUCCESS, // the process that has rank 0 tells
+        Ok(Some(report)) => match (show(&report), report.holds()) {
             (shown, false) if shown == ExitCode::SUCCESS => ExitCode::from(FAILED),
             (shown, _) => shown,
         },
+        Err(Error::Run(error)) => fail_together(comparison.config(), &error),
         Err(error) => fail(FAILED, &error),
     }
 }

@@ -2,7 +2,7 @@
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use meshwork::diff::Comparison;
-use meshwork::train::config::{self, Args, ConfigError, Fault};
+use meshwork::train::config::{self, Args, ConfigError, Fault, parse_mesh};
 use meshwork::train::load;
 use std::ffi::OsString;
 
@@ -70,8 +70,8 @@ impl Options {
         Self { help: matches.get_flag("help"), matches, faults }
     }
 
-    /// The trainer's arguments for one side.
-    fn side(&self, mesh: &str, own: &str, device: Option<&str>) -> Args {
+    /// The trainer's arguments for one side, in a world of as many `ranks`.
+    fn side(&self, mesh: &str, own: &str, device: Option<&str>, ranks: Option<usize>) -> Args {
         let one =
             |flag: &str, name| given(&self.matches, name).map(|value| format!("--{flag}={value}")).collect::<Vec<_>>();
         let numerics = given(&self.matches, "numerics").map(|value| format!("--set=training.numerics={value}"));
@@ -82,7 +82,9 @@ impl Options {
         args.extend(device.map(|device| format!("--device={device}")));
         args.extend(numerics);
         args.extend(one("set", own));
-        Args::parse(args)
+        // A comparison goes on without no rank.
+        args.push("--set=parallelism.elastic=off".to_owned());
+        Args { ranks, ..Args::parse(args) }
     }
 
     /// Sets up the comparison.
@@ -97,8 +99,10 @@ impl Options {
             let problem = format!("two sides are compared, and {} devices are given", devices.len());
             faults.push(Fault::new("--device", devices.join(" "), problem, "give one for both, or one for each"));
         }
+        let ranks = |mesh: &&str| parse_mesh(mesh).ok()?[..4].iter().copied().try_fold(1, usize::checked_mul);
+        let ranks = meshes.iter().filter_map(ranks).max();
         for (at, (mesh, own)) in meshes.iter().zip(["set-a", "set-b"]).enumerate() {
-            match load(&self.side(mesh, own, devices.get(at).or(devices.last()).copied())) {
+            match load(&self.side(mesh, own, devices.get(at).or(devices.last()).copied(), ranks)) {
                 Ok(side) => sides.push(side),
                 Err(error) => error.faults.into_iter().for_each(|fault| {
                     if !faults.contains(&fault) {

@@ -202,7 +202,7 @@ fn a_model_of_ones_own_trains_over_processes() {
     }
 }
 
-/// The digits over two processes, with one output; what compares two meshes is refused, and so is what trains alone.
+/// The digits over two processes, with one output; the study of one rank is refused.
 #[test]
 fn other_programs_train_over_processes_or_say_that_they_do_not() {
     for mpi in installed() {
@@ -210,13 +210,58 @@ fn other_programs_train_over_processes_or_say_that_they_do_not() {
         let of_two = Running::start(mpirun(&mpi, 2, &digits, "--epochs 1 --pp 1 --dp 2")).end();
         assert_eq!(of_two.code, Some(0), "{}", of_two.err);
         assert_eq!(of_two.out.matches("epoch  1 | loss ").count(), 1, "{}", of_two.out);
-        for (program, line) in
-            [("digits", "--compare dp=2"), ("mesh_diff", "--mesh dp=1 --mesh dp=2"), ("compression_study", "--quick")]
-        {
-            let ended = Running::start(mpirun(&mpi, 2, &path().with_file_name(program), line)).end();
-            assert_eq!(ended.code, Some(2), "{program}: {}", ended.out);
-            assert!(ended.err.contains("runs in one process, and this one is rank "), "{}", ended.err);
+        let study = path().with_file_name("compression_study");
+        let ended = Running::start(mpirun(&mpi, 2, &study, "--quick")).end();
+        assert_eq!(ended.code, Some(2), "{}", ended.out);
+        assert!(ended.err.contains("runs in one process, and this one is rank "), "{}", ended.err);
+    }
+}
+
+/// Two meshes compared over processes: what one process says of them, a fault that another process injects, a launch
+/// that fits neither mesh, and settings that differ between processes.
+#[test]
+fn two_meshes_are_compared_over_processes() {
+    const TINY: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 \
+         --set training.global_batch_size=8 --steps 2 --numerics canonical";
+    let [mesh_diff, digits] = ["mesh_diff", "digits"].map(|name| path().with_file_name(name));
+    let alone = |program: &Path, line: &str| {
+        let mut command = Command::new(program);
+        command.args(line.split_whitespace()).stdin(Stdio::null());
+        Running::start(command).end()
+    };
+    for mpi in installed() {
+        let told = |ended: Ended, code: i32| {
+            assert_eq!(ended.code, Some(code), "{}{}", ended.out, ended.err);
+            ended.out
+        };
+        // The smaller mesh first, the smaller second, two of one size, and a fault on a stage that rank 0 does not
+        // have.
+        let smaller = "--mesh dp=1 --mesh dp=2,pp=2";
+        for (line, processes, code) in [
+            (smaller, 4, 0),
+            ("--mesh tp=2,pp=2 --mesh cp=2", 2, 0),
+            ("--mesh dp=4 --mesh dp=2,tp=2 --set-b pipeline.num_microbatches=2", 4, 0),
+            (&format!("{smaller} --break vocab_parallel_cross_entropy"), 2, 1),
+        ] {
+            let line = format!("{line} {TINY} --set comm.ranks_per_process={}", 4 / processes);
+            let whole = told(alone(&mesh_diff, &line), code);
+            let result = ["\nidentical: 2 steps, ", "\nthe first divergence: "][code as usize];
+            assert!(whole.contains(result), "{whole}");
+            assert_eq!(told(Running::start(mpirun(&mpi, processes, &mesh_diff, &line)).end(), code), whole, "{line}");
         }
+        let ended = Running::start(mpirun(&mpi, 3, &mesh_diff, &format!("{smaller} {TINY}"))).end();
+        assert_ne!(ended.code, Some(0), "{}", ended.out);
+        let refused = ["tp=1,dp=2,pp=2: has 4 ranks, and ", "started 3 processes"];
+        assert!(refused.iter().all(|words| ended.err.contains(words)), "{}", ended.err);
+        let mut both = mpirun(&mpi, 2, &mesh_diff, &format!("{smaller} {TINY}"));
+        both.args([":", "-n", "2"])
+            .arg(&mesh_diff)
+            .args(format!("{smaller} {TINY} --set-b optimizer.lr=1").split_whitespace());
+        let ended = Running::start(both).end();
+        assert_ne!(ended.code, Some(0), "{}", ended.out);
+        assert!(ended.err.contains("optimizer.lr: 0.0003 on ranks 0, 1 "), "{}", ended.err);
+        let whole = told(alone(&digits, "--compare dp=2 --pp 1"), 0);
+        assert_eq!(told(Running::start(mpirun(&mpi, 2, &digits, "--compare dp=2 --pp 1")).end(), 0), whole);
     }
 }
 

@@ -8,9 +8,9 @@ use super::divergence::{Between, Divergence, Location, Vector};
 use super::global::{GlobalPiece, RankValue, Replicas, SEQ, Unit, assemble, replicas, unravel, whole};
 use super::program::Program;
 use super::report::Report;
+use super::run::{Held, Stepped};
 use super::side::Error;
 use super::ulps::{Float, Spread, Values};
-use super::world::{Held, Stepped};
 use meshwork_core::{Axis, Ty};
 use meshwork_engine::program::{self, Value};
 use meshwork_tensor::param;
@@ -134,27 +134,32 @@ impl<'a> Pair<'a> {
     }
 
     /// Compares all of a step: forward, loss, backward, gradients and their norm, weights, optimizer states.
-    pub(super) fn step(&self, step: u64, sides: [Stepped; 2], report: &mut Report) -> Result<(), Error> {
+    /// `alive` is called between values: other ranks wait meanwhile.
+    pub(super) fn step(
+        &self,
+        step: u64,
+        sides: [Stepped; 2],
+        report: &mut Report,
+        alive: &dyn Fn(),
+    ) -> Result<(), Error> {
         for like in self.ops.iter().flatten().filter(|like| !like.is_gradient()) {
+            alive();
             self.value(step, like, &sides, 0.0, report)?;
         }
-        let reports = [&sides[0].report, &sides[1].report];
-        let scalars = match reports {
-            [Some(a), Some(b)] => Some(([a.loss, b.loss], [a.grad_norm, b.grad_norm])),
-            _ => None,
-        };
-        if let Some((loss, _)) = scalars {
-            scalar(step, Location::Loss, loss, report);
+        let numbers = sides[0].numbers.zip(sides[1].numbers);
+        if let Some((a, b)) = numbers {
+            scalar(step, Location::Loss, [a.loss, b.loss], report);
         }
         let mut largest: f64 = 0.0;
         for like in self.ops.iter().rev().flatten().filter(|like| like.is_gradient()) {
+            alive();
             largest = largest.max(self.value(step, like, &sides, NOTHING * largest, report)?);
         }
-        let Some((_, norm)) = scalars else { return Ok(()) };
-        self.vectors(step, 0, &sides, NOTHING * norm[0], report)?;
-        scalar(step, Location::GradNorm, norm, report);
+        let Some((a, b)) = numbers else { return Ok(()) };
+        self.vectors(step, 0, &sides, NOTHING * a.grad_norm, report, alive)?;
+        scalar(step, Location::GradNorm, [a.grad_norm, b.grad_norm], report);
         let vectors = sides[0].held.values().flatten().map(|held| held.vectors.len()).max().unwrap_or(0);
-        (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, 0.0, report))?;
+        (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, 0.0, report, alive))?;
         self.sets(step, &sides, report);
         Ok(())
     }
@@ -289,8 +294,10 @@ impl<'a> Pair<'a> {
         sides: &[Stepped; 2],
         floor: f64,
         report: &mut Report,
+        alive: &dyn Fn(),
     ) -> Result<(), Error> {
         for spec in &self.programs[0].parameters {
+            alive();
             let held = [0, 1].map(|side| sides[side].held.get(&spec.name).map_or(&[][..], |held| &held[..]));
             let place = Location::Parameter { name: spec.name.clone(), vector: Vector::at(vector) };
             let mut wholes: Vec<Vec<f32>> = Vec::new();
@@ -403,7 +410,7 @@ pub const SIDES: [char; 2] = ['A', 'B'];
 fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
     let holds =
         |piece: &&param::Piece| piece.runs().iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
-    let pieces = held.iter().filter_map(|held| held.vectors.get(vector)).flatten();
+    let pieces = held.iter().filter_map(|held| held.vectors.get(vector)).flatten().map(|held| &held.0);
     let mut ranks: Vec<usize> = pieces.filter(holds).map(|piece| piece.rank).collect();
     ranks.sort_unstable();
     ranks
@@ -430,7 +437,7 @@ mod tests {
             Stepped { records: [(program.key((0, 0)), records)].into(), ..Stepped::default() }
         });
         let pair = Pair::new(sides.map(|(program, _)| program)).unwrap();
-        pair.step(1, stepped, &mut report).unwrap();
+        pair.step(1, stepped, &mut report, &|| ()).unwrap();
         report
     }
 

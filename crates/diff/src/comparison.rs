@@ -5,9 +5,12 @@ use super::fault::Break;
 use super::program::Program;
 use super::report::Report;
 use super::side::{Error, Side};
-use super::{SIDES, compare_pair};
+use super::world::Before;
+use super::{SIDES, compare_pair, of_rank_0};
+use meshwork_core::{Cause, Group, World};
 use meshwork_train::Data;
 use meshwork_train::config::{Config, ContextMethod, Fault};
+use meshwork_train::processes::Handshake;
 
 /// Where one side has a method of context parallelism, the other computes attention by the same operations.
 fn use_one_method(sides: &mut [(Config, Data); 2]) {
@@ -61,16 +64,34 @@ impl Comparison {
         SIDES.into_iter().zip(&self.sides).flat_map(of).collect()
     }
 
-    /// Runs both sides and compares them.
+    /// The configuration of the side that has more ranks, whose processes or threads are those of the comparison.
+    pub fn config(&self) -> &Config {
+        let [a, b] = self.sides.each_ref().map(|(config, _)| config);
+        if b.parallelism.world_size() > a.parallelism.world_size() { b } else { a }
+    }
+
+    /// Runs both sides in threads of this process, and compares them.
     ///
     /// # Errors
     /// A run that fails.
     pub fn run(&self) -> Result<Report, Error> {
+        Ok(of_rank_0(self.run_in(&self.config().world())?))
+    }
+
+    /// [`run`](Self::run) in the world of [`config`](Self::config), such as that of
+    /// [`world_of`](meshwork_train::processes::world_of). The process that has rank 0 gets the report.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), and processes that have other programs, settings or data.
+    pub fn run_in(&self, world: &World) -> Result<Option<Report>, Error> {
         let ([a, mut b], programs) = (self.both()?, self.programs()?);
         b.hook = self.fault.as_ref().map(Break::hook);
-        let mut report = compare_pair([&a, &b], &Pair::new(programs.each_ref())?, self.steps)?;
-        report.broken = self.fault.as_ref().and_then(Break::told);
-        Ok(report)
+        let handshakes = self.sides.each_ref().map(|(config, data)| Handshake::new(config, data.hash()));
+        let before = |world: &Group| {
+            handshakes.iter().try_for_each(|handshake| handshake.compare(world).map(drop).map_err(Cause::from))
+        };
+        let before: &Before<'_> = if matches!(world, World::Joined(_)) { &before } else { &|_| Ok(()) };
+        compare_pair(world, [&a, &b], &Pair::new(programs.each_ref())?, self.steps, (self.fault.as_ref(), before))
     }
 
     fn both(&self) -> Result<[Side<'_>; 2], Error> {

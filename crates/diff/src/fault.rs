@@ -3,6 +3,7 @@
 use super::compare::Pair;
 use super::divergence::{Broken, Location};
 use super::program::Program;
+use super::run::Change;
 use super::side::{Hook, Key, Site};
 use super::ulps::Stored;
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
@@ -10,6 +11,7 @@ use meshwork_engine::program::{Op, Value};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
 use meshwork_train::config::{Fault, choose_from};
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One element of one value of the first step's first micro-batch, to be changed: see [`Break::find`].
@@ -19,8 +21,8 @@ pub(super) struct Break {
     /// Size of the change in ulps.
     ulps: u32,
     place: Location,
-    /// The change, once it has been made.
-    done: Arc<Mutex<Option<Broken>>>,
+    /// The change, once a rank of this process has made it.
+    done: Arc<Mutex<Option<Change>>>,
 }
 
 impl Break {
@@ -71,37 +73,42 @@ impl Break {
         Self { key, ulps, place, done: Arc::default() }
     }
 
-    /// The change that was made.
-    pub(super) fn told(&self) -> Option<Broken> {
+    /// The change that ranks of this process have made.
+    pub(super) fn change(&self) -> Option<Change> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The fault of the report.
+    pub(super) fn broken(&self, (index, ulps): Change) -> Broken {
+        Broken { place: self.place.clone(), index, ulps }
     }
 
     /// The hook that injects the fault.
     pub(super) fn hook(&self) -> Arc<Hook> {
         let fault = self.clone();
         Arc::new(move |site: Site, seen: &Seen<'_>| {
-            let key = (site.stage, seen.number, seen.part, seen.operand);
-            if (key, site.micro, seen.position.step) != (fault.key, 0, 0) || !changed_at(&seen.types, site) {
+            let key = (site.stage, seen.number, seen.part, seen.operand.map(Cow::Borrowed));
+            if (&key, site.micro, seen.position.step) != (&fault.key, 0, 0) || !changed_at(&seen.types, site) {
                 return Ok(None);
             }
             let changed = match seen.tensor.dtype() {
-                DType::F64 => fault.change::<f64>(seen.tensor.to_vec()?, seen.tensor)?,
-                DType::Bf16 => fault.change::<bf16>(seen.tensor.to_vec()?, seen.tensor)?,
-                DType::F16 => fault.change::<f16>(seen.tensor.to_vec()?, seen.tensor)?,
-                _ => fault.change::<f32>(seen.tensor.to_vec()?, seen.tensor)?,
+                DType::F64 => fault.changed::<f64>(seen.tensor.to_vec()?, seen.tensor)?,
+                DType::Bf16 => fault.changed::<bf16>(seen.tensor.to_vec()?, seen.tensor)?,
+                DType::F16 => fault.changed::<f16>(seen.tensor.to_vec()?, seen.tensor)?,
+                _ => fault.changed::<f32>(seen.tensor.to_vec()?, seen.tensor)?,
             };
             Ok(Some(changed))
         })
     }
 
     /// The value with its middle element increased.
-    fn change<T: Stored + Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
+    fn changed<T: Stored + Element>(&self, mut values: Vec<T>, tensor: &Tensor) -> Result<Tensor, Error> {
         let at = values.len() / 2;
         if let Some(value) = values.get_mut(at) {
             *value = value.up(self.ulps);
             let index = super::global::unravel(at, &tensor.shape());
-            let broken = Broken { place: self.place.clone(), index, ulps: self.ulps * T::STEP };
-            *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
+            let change = (index, self.ulps * T::STEP);
+            *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(change);
         }
         Tensor::from_slice(tensor.device(), &values, tensor.shape())
     }

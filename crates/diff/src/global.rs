@@ -13,8 +13,8 @@
 //! cut. A value without such a dim, such as a loss summed over a micro-batch, stays whole.
 
 use super::program::Program;
+use super::run::{Held, Record, TokenPlaces};
 use super::ulps::{Float, Values};
-use super::world::{Held, Record, TokenPlaces};
 use meshwork_core::{Axis, Coords, Mesh, Ty};
 use meshwork_engine::program::Value;
 use meshwork_tensor::Shape;
@@ -108,7 +108,7 @@ fn assemble_of<T: Float>(
     let whole_over_dp = Axis::DATA.into_iter().all(|axis| types.get(axis).is_none_or(replicated));
     let mut groups: BTreeMap<(usize, usize), Vec<&Record>> = BTreeMap::new();
     for record in records {
-        let dp = if whole_over_dp { 0 } else { program.run.mesh.data_rank(record.coords) };
+        let dp = if whole_over_dp { 0 } else { program.run.mesh.data_rank(program.run.mesh.coords(record.rank)) };
         groups.entry((dp, record.micro)).or_default().push(record);
     }
     let (mut pieces, mut differ) = (BTreeMap::new(), None);
@@ -119,7 +119,8 @@ fn assemble_of<T: Float>(
             .iter()
             .filter_map(|record| {
                 let values = T::slice(&record.values)?.to_vec();
-                Some(RankValue { rank: record.rank, coords: record.coords, dims: record.shape.to_vec(), values })
+                let coords = program.run.mesh.coords(record.rank);
+                Some(RankValue { rank: record.rank, coords, dims: record.dims.clone(), values })
             })
             .collect();
         let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
@@ -284,7 +285,8 @@ fn cut_off_padding<T: Float>(mut part: RankValue<T>, real: &[Option<usize>]) -> 
 /// Assembles a whole parameter, or a vector that goes with it, from the parts of the ranks: `None` for elements that no
 /// rank holds, and `None` in all for a vector that no rank has. Also returns the first replicas that differ.
 pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
-    let pieces: Vec<_> = held.iter().filter_map(|held| held.vectors.get(vector)).flatten().collect();
+    let pieces: Vec<_> =
+        held.iter().filter_map(|held| held.vectors.get(vector)).flatten().map(|held| &held.0).collect();
     if pieces.is_empty() {
         return None;
     }

@@ -10,6 +10,7 @@ mod fault;
 mod global;
 mod program;
 mod report;
+mod run;
 mod side;
 mod ulps;
 mod world;
@@ -22,52 +23,51 @@ pub use ulps::Spread;
 use compare::Pair;
 pub use compare::SIDES;
 pub use comparison::Comparison;
+use fault::Break;
+use meshwork_core::World;
 use meshwork_tensor::Precision;
 use program::Program;
-use world::Run;
+use world::{Before, Comparing};
 
-/// Runs `steps` steps on both sides, and compares each. In canonical numerics the first step with a divergence is the
-/// last.
+/// Runs `steps` steps on both sides, in threads of this process, and compares each. In canonical numerics the first
+/// step with a divergence is the last.
 ///
 /// # Errors
 /// Two sides that do not have the same operations and parameters, and a run that fails. A run that fails with a loss or
 /// norm that is not finite is compared up to that point, and the report says so.
 pub fn compare(sides: [&Side<'_>; 2], steps: u64) -> Result<Report, Error> {
-    let programs = [Program::new(sides[0])?, Program::new(sides[1])?];
-    compare_pair(sides, &Pair::new(programs.each_ref())?, steps)
+    Ok(of_rank_0(compare_in(&World::Threads(Comparing::ranks(sides)), sides, steps)?))
 }
 
-/// The same for sides whose programs are known.
-fn compare_pair(sides: [&Side<'_>; 2], pair: &Pair<'_>, steps: u64) -> Result<Report, Error> {
+/// The report of a world of threads.
+fn of_rank_0(report: Option<Report>) -> Report {
+    report.unwrap_or_else(|| unreachable!("rank 0 is a thread of this process"))
+}
+
+/// [`compare`] in any world of as many ranks as the larger mesh has: the smaller one has the first of them. In each
+/// process of a [joined](World::Joined) world it is called with the same sides; the process that has rank 0 gets the
+/// report.
+///
+/// # Errors
+/// As [`compare`], and a world of another size.
+pub fn compare_in(world: &World, sides: [&Side<'_>; 2], steps: u64) -> Result<Option<Report>, Error> {
+    let programs = [Program::new(sides[0])?, Program::new(sides[1])?];
+    compare_pair(world, sides, &Pair::new(programs.each_ref())?, steps, (None, &|_| Ok(())))
+}
+
+/// The same for sides whose programs are known, with the fault of side B, and what ranks do before the first step.
+fn compare_pair(
+    world: &World,
+    sides: [&Side<'_>; 2],
+    pair: &Pair<'_>,
+    steps: u64,
+    (fault, before): (Option<&Break>, &Before<'_>),
+) -> Result<Option<Report>, Error> {
     let canonical = sides.iter().all(|side| side.plan.blocks().is_some());
     let half = sides.iter().any(|side| side.plan.precision == Precision::Bf16 || side.plan.mixed.is_some());
     let rounding = if half { ROUNDING_HALF } else { ROUNDING };
-    let mut report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
-    std::thread::scope(|scope| {
-        let mut worlds = [Run::start(scope, SIDES[0], sides[0])?, Run::start(scope, SIDES[1], sides[1])?];
-        let mut compared = Ok(());
-        for step in 1..=steps {
-            let [a, b] = &mut worlds;
-            let (Some(a), Some(b)) = (a.step(), b.step()) else { break };
-            let over = a.report.is_none() || b.report.is_none();
-            compared = pair.step(step, [a, b], &mut report);
-            report.steps = step;
-            if over || compared.is_err() || canonical && !report.identical() {
-                break;
-            }
-        }
-        for ended in worlds.map(Run::end) {
-            match ended {
-                // The values that led to the failure have been compared.
-                Err(error) if !report.identical() && compared.is_ok() => {
-                    report.failed.get_or_insert(error.to_string());
-                }
-                ended => ended?,
-            }
-        }
-        compared
-    })?;
-    Ok(report)
+    let report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
+    Comparing { sides, pair, steps, fault, before }.run(world, &report)
 }
 
 /// A difference beyond this share of a value's largest element does not count as rounding. It is a hundred times the

@@ -6,6 +6,7 @@ use meshwork_core::{Axis, DType};
 use meshwork_engine::program::{self, Listing};
 use meshwork_engine::{ModelPlan, TrainError, dry_run};
 use meshwork_tensor::ParamSpec;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// The operations of a side in a step.
@@ -46,7 +47,7 @@ impl Program {
     /// The key of the records of a value.
     pub(super) fn key(&self, (op, value): (usize, usize)) -> Key {
         let op = &self.run.ops[op];
-        (op.stage, op.number, op.values[value].part, op.values[value].operand)
+        (op.stage, op.number, op.values[value].part, op.values[value].operand.map(Cow::Borrowed))
     }
 
     /// Refuses two programs of other parameters or batches.

@@ -1,6 +1,6 @@
 //! A side of a comparison: a model, a plan and data, and the hooks of a test.
 
-use meshwork_core::{Axis, Communicator, Coords};
+use meshwork_core::{Axis, Communicator, Coords, RunError};
 use meshwork_engine::{Plan, TrainError, Trainer, Verify};
 use meshwork_models::huggingface;
 use meshwork_nn::{Batch, BatchSource, Model};
@@ -8,6 +8,7 @@ use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
 use meshwork_train::config::Config;
 use meshwork_train::{Devices, StartWeights};
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,9 +132,12 @@ pub enum Error {
     /// They are different programs: another model, or values without a counterpart.
     #[error("the two runs cannot be compared: {0}")]
     Structure(String),
-    /// A run failed.
+    /// A step ended without finite numbers, and nothing had differed.
     #[error("side {side}: {error}")]
-    Run { side: char, error: String },
+    Step { side: char, error: String },
+    /// A rank failed.
+    #[error(transparent)]
+    Run(#[from] RunError),
     /// A run could not be set up.
     #[error(transparent)]
     Train(#[from] TrainError),
@@ -142,4 +146,4 @@ pub enum Error {
 meshwork_core::debug_as_display!(Error);
 
 /// A value of a side: its stage, its operation's number there, the part of the samples, and for a gradient the operand.
-pub(crate) type Key = (usize, usize, usize, Option<&'static str>);
+pub(crate) type Key = (usize, usize, usize, Option<Cow<'static, str>>);

@@ -1,11 +1,12 @@
 //! The distance of two numbers in ulps, and the distribution of such distances.
 
 use meshwork_core::{DType, bf16, f16};
+use serde::{Deserialize, Serialize};
 use std::fmt::Debug;
 use std::ops::Add;
 
 /// Values on the host.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Values {
     F32(Vec<f32>),
     F64(Vec<f64>),

@@ -1,5 +1,6 @@
 //! Values assembled from slices, shares and replicas, where the whole is known.
 
+use super::super::run::HeldPiece;
 use super::*;
 use meshwork_core::{DType, Mesh, Types};
 use meshwork_engine::program::{self, Op};
@@ -46,7 +47,7 @@ pub(in super::super) fn records(
         let coords = program.run.mesh.coords(rank);
         let first_sample = (coords.get(Axis::Dp) * micros + micro) as u64 * 2;
         let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
-        Record { rank, coords, micro, first_sample, shape, values: Values::F32(values) }
+        Record { rank, micro, first_sample, dims: shape.to_vec(), values: Values::F32(values) }
     };
     // Not in the order of the ranks.
     let ranks = (0..program.run.mesh.world_size()).rev();
@@ -173,7 +174,7 @@ fn a_parameter_is_put_together_from_pieces() {
     let dims = Shape::new(&[2, 3]);
     let held = |rank: usize, columns: std::ops::Range<usize>, values: &[f32]| -> Held {
         let slice = LocalSlice { stored: Shape::new(&[2, 2]), ranges: vec![0..2, columns] };
-        let vectors = vec![Vec::new(), vec![param::Piece { rank, dims, slice, values: values.to_vec() }]];
+        let vectors = vec![Vec::new(), vec![HeldPiece(param::Piece { rank, dims, slice, values: values.to_vec() })]];
         Held { rank, vectors, sets: Vec::new() }
     };
     let all = [

@@ -28,6 +28,8 @@ pub struct Args {
     pub metrics: Option<PathBuf>,
     /// `--set key=value`, `--data` and `--steps` as (key, value, flag), in their order: later ones win.
     pub assignments: Vec<(String, String, &'static str)>,
+    /// Ranks of the world, where it has more than the mesh: two configurations that are compared share it.
+    pub ranks: Option<usize>,
     /// Whether `--plan-memory` was given: to report memory instead of training.
     pub plan_memory: bool,
     /// Whether `--help` was given.
@@ -86,6 +88,7 @@ impl Args {
             device: one("device"),
             metrics: one("metrics").map(PathBuf::from),
             assignments: Vec::new(),
+            ranks: None,
             plan_memory: matches.get_flag("plan-memory"),
             help: matches.get_flag("help"),
             faults,

@@ -27,6 +27,7 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let device = device(&mut settings, args.device.as_deref());
     derive(&mut settings);
     let mut config = Config::read(&settings, device);
+    config.comm.ranks = args.ranks;
     // The file, also where its folder is given: other parts copy and compare it.
     let inside = Path::new(&config.data.tokenizer).join("tokenizer.json");
     if !["bytes", "gpt2"].contains(&&*config.data.tokenizer) && inside.is_file() {

@@ -546,6 +546,8 @@ sections! {
     } beside {
         /// The launch that this process belongs to, if MPI joins it to others.
         launch: Option<Launch>,
+        /// Ranks of the world, where it has more than the mesh.
+        ranks: Option<usize>,
     }
 
     /// How a CUDA device queues its work. Other devices refuse what is not the default.

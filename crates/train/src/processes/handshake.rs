@@ -16,10 +16,10 @@ const CLOCK: Duration = Duration::from_secs(1);
 
 /// What this process compares with the others.
 #[derive(Debug)]
-pub(crate) struct Handshake {
+pub struct Handshake {
     facts: Agreement,
     /// Name of the host.
-    pub host: String,
+    pub(crate) host: String,
 }
 
 impl Handshake {

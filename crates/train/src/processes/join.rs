@@ -47,7 +47,13 @@ impl Joined {
         let Some(launch) = &config.comm.launch else {
             return Ok(Self { world: Some(config.world()), all: None, runtime: None, told: Vec::new() });
         };
-        let runtime = Self::runtime(config, launch, stop).map_err(|error| {
+        let runtime = Self::join(config, launch, stop)?;
+        let told = vec![runtime.describe().to_owned()];
+        Ok(Self::over(config, runtime, told))
+    }
+
+    fn join(config: &Config, launch: &Launch, stop: &AtomicBool) -> Result<Runtime, RunError> {
+        Self::runtime(config, launch, stop).map_err(|error| {
             // Of this process alone: what became of the others is not known.
             let rank = launch.rank * config.comm.ranks_per_process;
             let cause = format!("{} cannot join the others: {error}", launch.place());
@@ -55,9 +61,7 @@ impl Joined {
             let mut ends: Vec<Option<RankEnd>> = (0..ranks).map(|_| None).collect();
             ends[rank] = Some(RankEnd::Error(error.into()));
             RunError { rank, cause, fault: None, ends }
-        })?;
-        let told = vec![runtime.describe().to_owned()];
-        Ok(Self::over(config, runtime, told))
+        })
     }
 
     fn runtime(config: &Config, launch: &Launch, stop: &AtomicBool) -> Result<Runtime, RankError> {
@@ -239,6 +243,19 @@ fn meet(launch: &Launch, library: Library, options: Options, stop: &AtomicBool) 
     let runtime = Runtime::start_unless(library, options, stop)?;
     launch.require_met(runtime.processes(), &name)?;
     Ok(runtime)
+}
+
+/// The world of a configuration's ranks, for a program that does not train by it: threads, or the processes that were
+/// launched. A process joins once.
+///
+/// # Errors
+/// Processes that cannot be joined.
+pub fn world_of(config: &Config) -> Result<World, RunError> {
+    let Some(launch) = &config.comm.launch else { return Ok(config.world()) };
+    let runtime = Joined::join(config, launch, &AtomicBool::new(false))?;
+    runtime.arrange(config.mesh().map_or(1, |mesh| mesh.degree(Axis::Tp)));
+    ORDER.get_or_init(|| runtime.there());
+    Ok(runtime.world())
 }
 
 /// The world of a program without a configuration: the processes that a launcher started, each with an equal number of

@@ -11,9 +11,9 @@ mod join;
 mod log;
 mod straggler;
 
-pub(crate) use handshake::Handshake;
+pub use handshake::Handshake;
 pub(crate) use join::Joined;
-pub use join::{of_processes, world};
+pub use join::{of_processes, world, world_of};
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
@@ -87,7 +87,7 @@ pub(crate) fn find(
     let comm = &config.comm;
     let fault = |problem: String, valid: &str| Fault::new("comm.kind", comm.kind.name(), problem, valid);
     let alone = "comm.kind = \"threads\" lets each process train by itself";
-    let (found, processes) = (detect(environment), ranks_of(config) / comm.ranks_per_process.max(1));
+    let (found, processes) = (detect(environment), ranks_of_world(config) / comm.ranks_per_process.max(1));
     let launch = match (comm.kind, found) {
         (CommKind::Threads, Ok(Some(launch))) if launch.has_others() => {
             let place = launch.place();
@@ -122,11 +122,18 @@ pub(crate) fn find(
     Ok(Some(launch))
 }
 
+/// Ranks of the mesh.
 fn ranks_of(config: &Config) -> usize {
     config.mesh().map_or(1, |mesh| mesh.world_size())
 }
 
-/// Refuses a launch of another number of ranks than the mesh has, unless the mesh fits itself to them.
+/// Ranks of the world that the launch is for.
+fn ranks_of_world(config: &Config) -> usize {
+    config.comm.ranks.unwrap_or_else(|| ranks_of(config))
+}
+
+/// Refuses a launch of another number of ranks than the mesh has, unless the mesh fits itself to them, or is the
+/// smaller of two in one world.
 fn require_ranks(config: &Config, launch: &Launch) -> Result<(), Fault> {
     let (wanted, each) = (ranks_of(config), config.comm.ranks_per_process);
     let elastic = config.parallelism.elastic;
@@ -135,7 +142,8 @@ fn require_ranks(config: &Config, launch: &Launch) -> Result<(), Fault> {
         return Err(Fault::new("parallelism.elastic", elastic.name(), problem, "use mpirun, or off"));
     }
     let other = launch.size.filter(|processes| processes.checked_mul(each) != Some(wanted));
-    let Some(processes) = other.filter(|_| elastic == Elastic::Off) else { return Ok(()) };
+    let fits = elastic != Elastic::Off || ranks_of_world(config) > wanted;
+    let Some(processes) = other.filter(|_| !fits) else { return Ok(()) };
     let mesh = config.mesh().map_or(String::new(), |mesh| mesh.to_string());
     let of_each = if each == 1 { String::new() } else { format!(" of {each} ranks each") };
     let problem = format!("has {wanted} ranks, and {} started {processes} processes{of_each}", launch.launcher);

@@ -475,7 +475,7 @@ fn a_run_that_fails_is_an_error_and_ends() {
     });
     // Uninvolved ranks must not be waited for, or this test would hang.
     let error = compare([&Side::new(&config, &data).unwrap(), &b], 3).unwrap_err().to_string();
-    assert!(error.starts_with("side B: ") && error.contains("step 77"), "{error}");
+    assert!(error.contains(" failed: rank 2 returned an error: side B: step 77"), "{error}");
 
     let b = Side::new(&config, &data)
         .unwrap()
