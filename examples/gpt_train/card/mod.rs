@@ -56,6 +56,8 @@ pub struct StepTime {
 struct Recorded {
     plan: Plan,
     tensor_cores: bool,
+    /// Features of a head of attention.
+    head: usize,
     graphs: bool,
     /// The first rank of each pipeline rank, and its calls.
     ranks: Vec<(usize, Vec<Span>)>,
@@ -80,12 +82,13 @@ impl Recorded {
         };
         let offloaded = ranks.iter().map(moved).collect::<Result<_, _>>()?;
         let tensor_cores = plan.precision.operand_dtype(meshwork::core::DType::F32).is_half();
-        Ok(Self { plan, tensor_cores, graphs: config.cuda.graphs, ranks, offloaded })
+        let head = config.decoder().head_features();
+        Ok(Self { plan, tensor_cores, head, graphs: config.cuda.graphs, ranks, offloaded })
     }
 
     fn on(&self, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
         let (tensor_cores, half, graphs) = (self.tensor_cores, self.plan.mixed.is_some(), self.graphs);
-        let rates = Rates { card, shares, tensor_cores, half, graphs };
+        let rates = Rates { card, shares, tensor_cores, head: self.head, half, graphs };
         let walks: Vec<Walk> = self.ranks.iter().map(|(_, spans)| rates.walk(spans)).collect();
         let mut ends = match walks.len() {
             1 => vec![walks[0].seconds],

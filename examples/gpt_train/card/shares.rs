@@ -1,12 +1,59 @@
 //! The share of its peaks that a card reaches.
 
+use meshwork::train::config::Card;
+
+/// The operations a second of attention, by a card's peak.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attention {
+    /// The peak.
+    Peak,
+    /// A share of what the instructions of the kernels allow on tensor cores, and a share of the peak in f32.
+    Kernels {
+        /// Of what [`ALLOWED`] has.
+        tensor_cores: f64,
+        /// Of the peak.
+        f32: f64,
+    },
+}
+
+/// What the instructions of the kernels of attention allow, for heads of at most so many features: forward, and
+/// backward, whose five products are counted as work, whatever its kernels compute again. `kernels/report.md` counts
+/// them for each kernel, and docs/gpu_performance.md joins them.
+const ALLOWED: [(usize, Allowed); 3] = [
+    (64, Allowed { a100: [1.0, 0.71], h100: [0.68, 0.5] }),
+    (128, Allowed { a100: [0.89, 0.62], h100: [0.44, 0.38] }),
+    (256, Allowed { a100: [0.67, 0.4], h100: [0.33, 0.2] }),
+];
+
+/// Shares of a card's peak, forward and backward.
+#[derive(Clone, Copy)]
+struct Allowed {
+    a100: [f64; 2],
+    h100: [f64; 2],
+}
+
+impl Attention {
+    /// The share of a card's peak for heads of so many features, in a call of forward or of backward.
+    pub fn share(self, card: &Card, tensor_cores: bool, head: usize, backward: bool) -> f64 {
+        match self {
+            Self::Peak => 1.0,
+            Self::Kernels { f32, .. } if !tensor_cores => f32,
+            Self::Kernels { tensor_cores, .. } => {
+                let (_, of) = ALLOWED.iter().find(|(most, _)| head <= *most).unwrap_or(&ALLOWED[ALLOWED.len() - 1]);
+                let allowed = if card.name.starts_with('a') { of.a100 } else { of.h100 };
+                tensor_cores * allowed[usize::from(backward)]
+            }
+        }
+    }
+}
+
 /// The share of a card's peaks that is reached, and what is lost for each operation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shares {
     /// Of its operations a second, by products.
     pub products: f64,
-    /// The same by attention.
-    pub attention: f64,
+    /// The same by attention: in f32 of the peak, and on tensor cores of what the instructions of its kernels allow.
+    pub attention: Attention,
     /// Of its memory's bandwidth.
     pub memory: f64,
     /// Of its links.
@@ -20,15 +67,21 @@ pub struct Shares {
 
 impl Shares {
     /// The least time: all peaks at once, and nothing lost.
-    pub const PEAKS: Self =
-        Self { products: 1.0, attention: 1.0, memory: 1.0, links: 1.0, launch: [0.0; 2], latency: [0.0; 2] };
+    pub const PEAKS: Self = Self {
+        products: 1.0,
+        attention: Attention::Peak,
+        memory: 1.0,
+        links: 1.0,
+        launch: [0.0; 2],
+        latency: [0.0; 2],
+    };
 
     /// What good programs reach; docs/gpu_performance.md has the sources. Products of large matrices reach 0.79 of an
-    /// H100's peak where tiles are tuned to the shape; attention forward and backward together less; copies within its
+    /// H100's peak where tiles are tuned to the shape; attention less, by what its kernels allow; copies within its
     /// memory 0.87; an all-reduce within a machine 0.8. Graphs leave 0.55 of a launch.
     pub const REACHED: Self = Self {
         products: 0.7,
-        attention: 0.45,
+        attention: Attention::Kernels { tensor_cores: 0.7, f32: 0.45 },
         memory: 0.87,
         links: 0.8,
         launch: [3e-6, 1.7e-6],

@@ -9,7 +9,7 @@ fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
 }
 
 fn rates(shares: Shares) -> Rates<'static> {
-    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false, graphs: false }
+    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, head: 64, half: false, graphs: false }
 }
 
 /// A step of the configuration on a card.
@@ -29,6 +29,27 @@ fn one_product_takes_what_is_calculated_by_hand() {
     near(halves.operation(&product), 1.1113e-3); // 1.0995e12 / 989.4e12
     // A copy of as many bytes is bound by memory: 805.3e6 / 3.35e12.
     near(rates(Shares::PEAKS).operation(&span(Class::Memory, "copy", 0, bytes)), 240.4e-6);
+}
+
+/// Attention takes what its kernels allow, by the features of a head, forward or backward; the calls of a step name
+/// both.
+#[test]
+fn attention_is_bound_by_the_instructions_of_its_kernels() {
+    let near = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-3, "{got} {want}");
+    let reached = |name, head| Rates { card: card(name).unwrap(), tensor_cores: true, head, ..rates(Shares::REACHED) };
+    let takes = |name, head, call| reached(name, head).operation(&span(Class::Attention, call, 1 << 40, 0)) - 3e-6;
+    near(takes("h100", 64, "causal"), 2.3347e-3); // 2^40 / (989.4e12 * 0.68 * 0.7)
+    near(takes("h100", 128, "causal_grad"), 4.1778e-3); // 0.38
+    near(takes("h200", 80, "grouped"), 3.6081e-3); // by the kernel of 128: 0.44
+    near(takes("a100", 64, "grouped_grad"), 7.0908e-3); // 2^40 / (312e12 * 0.71 * 0.7)
+    near(rates(Shares::PEAKS).operation(&span(Class::Attention, "causal", 1 << 40, 0)), 16.435e-3); // 2^40 / 66.9e12
+
+    let config = config("num_heads = 2");
+    let calls = calls(&config, &config.plan().unwrap(), 0).unwrap();
+    let names: BTreeMap<&str, u64> =
+        calls.iter().filter(|span| span.class == Class::Attention).map(|span| (span.name, span.flops)).collect();
+    let [(forward, few), (backward, many)] = names.into_iter().collect::<Vec<_>>()[..] else { panic!("two names") };
+    assert!(backward.ends_with("_grad") && !forward.ends_with("_grad") && 2 * many == 5 * few, "{forward} {backward}");
 }
 
 #[test]

@@ -19,6 +19,8 @@ pub(super) struct Rates<'a> {
     pub(super) shares: Shares,
     /// Whether products and attention compute on tensor cores in 16 bits.
     pub(super) tensor_cores: bool,
+    /// Features of a head of attention.
+    pub(super) head: usize,
     /// Whether tensors are stored in 16 bits.
     pub(super) half: bool,
     /// Whether operations are launched as graphs.
@@ -66,7 +68,10 @@ impl Rates<'_> {
             && !matches!(span.class, Class::Optimizer | Class::Memory | Class::Compression);
         let bytes = if halved { 0.5 } else { 1.0 } * span.bytes as f64;
         let peak = if self.tensor_cores { self.card.bf16 } else { self.card.f32 };
-        let share = if span.class == Class::Attention { attention } else { products };
+        let share = match span.class {
+            Class::Attention => attention.share(self.card, self.tensor_cores, self.head, span.name.ends_with("_grad")),
+            _ => products,
+        };
         let computing = span.flops as f64 / (peak * share);
         computing.max(bytes / (self.card.bandwidth * memory)) + launch[usize::from(self.graphs)]
     }
