@@ -17,11 +17,14 @@ pub struct Ceilings {
     pub threads: Option<usize>,
 }
 
-/// Rows, columns and sums of the first product: large enough to be bound by arithmetic on a CPU, small enough to be
-/// done in an instant. They double until a product takes so many seconds, which hides the launch of a kernel.
+/// Rows, columns and sums of a product that is bound by arithmetic on a CPU, and done in an instant. They double until
+/// a product takes so many seconds, which hides the launch of a kernel.
 const SIDE: usize = 768;
 const MOST_SIDE: usize = 6144;
 const LONG: f64 = 2e-3;
+/// Where a smaller product takes so many seconds, as on an emulated device, it is large enough.
+const FIRST_SIDE: usize = 96;
+const SLOW: f64 = 0.1;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
 /// Bytes of source and of target in the memory of a device: a GPU has 60 MB of cache.
@@ -54,7 +57,7 @@ impl Ceilings {
 }
 
 fn product(device: &dyn Device) -> Result<f64, Error> {
-    let mut side = SIDE;
+    let mut side = FIRST_SIDE;
     loop {
         let spec = Gemm::linear(side, side, side);
         // Values that no hardware has a short way for, as it may have for zeros.
@@ -65,7 +68,7 @@ fn product(device: &dyn Device) -> Result<f64, Error> {
             device.matmul()?.gemm(spec, &a, &b, &mut c, 0)?;
             device.synchronize()
         })?;
-        if seconds > LONG || side >= MOST_SIDE {
+        if seconds > LONG && side >= SIDE || seconds > SLOW || side >= MOST_SIDE {
             return Ok(spec.flops() as f64 / seconds);
         }
         side *= 2;
