@@ -1,6 +1,6 @@
 //! Runs on the emulated CUDA device.
 
-use crate::program::{Running, SMALL, UNSAMPLED, command, events, folder, lines, numbers};
+use crate::program::{Running, SMALLER, UNSAMPLED, command, events, folder, lines, numbers};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ pub fn run(line: &str) -> (Option<i32>, String, String) {
 /// The metrics of a run on `device`.
 pub fn metrics(folder: &Path, device: &str, line: &str) -> Vec<Value> {
     let path = folder.join("metrics.jsonl");
-    let line = format!("{SMALL} {line} {UNSAMPLED} --device {device} --metrics {}", path.display());
+    let line = format!("{SMALLER} {line} {UNSAMPLED} --device {device} --metrics {}", path.display());
     let (code, out, err) = run(&line);
     assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
     lines(&path)
@@ -143,7 +143,7 @@ fn a_profile_of_a_device_has_its_own_ceilings() {
     let trace = folder.join("trace.json").display().to_string();
     let line =
         format!("--steps 2 --set metrics.profile=true --set metrics.profile_steps=1 --set metrics.trace={trace}");
-    let (code, out, err) = run(&format!("--device cuda-emulated {SMALL} {line}"));
+    let (code, out, err) = run(&format!("--device cuda-emulated {SMALLER} {line}"));
     assert_eq!(code, Some(0), "{err}");
     let found = |what| out.contains(what) || err.contains(what);
     assert!(found("GB/s (copy by the device)") && found("  causal_grad"), "{out}{err}");
@@ -236,7 +236,7 @@ fn ranks_share_the_gpus_of_a_machine() {
     let folder = folder("stand_in");
     let stand_in = StandIn::new(&folder, &[]);
     let start = |line: &str, settings: &[(&str, &str)]| {
-        let mut command = stand_in.command(&format!("{line} {SMALL} {UNSAMPLED}"));
+        let mut command = stand_in.command(&format!("{line} {SMALLER} {UNSAMPLED}"));
         command.envs(settings.iter().copied());
         let ended = Running::start(command).end();
         (ended.code, ended.out, ended.err)

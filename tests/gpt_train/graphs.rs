@@ -5,7 +5,7 @@ use crate::program::{SMALL, events, folder};
 use meshwork_pipeline::Generator;
 use serde_json::Value;
 
-const MORE: &str = "--set training.numerics=canonical --set model.dropout=0.1 --set model.num_layers=4 --set model.seq_len=8 --set lr_scheduler.warmup_steps=4";
+const MORE: &str = "--set training.numerics=canonical --set model.dropout=0.1 --set model.num_layers=4 --set lr_scheduler.warmup_steps=4";
 
 /// How rank 0 queued the last of six steps: as graphs that were captured before, but for what is too short, and for
 /// collectives: the rank that arrives last queues their work, and a rank may do so for the first time in any step.

@@ -5,7 +5,7 @@
 use crate::devices::StandIn;
 use crate::devices::emulates;
 use crate::processes::{STEPS, folder, installed, launched, numbers, over_tcp};
-use crate::program::{SMALL, UNSAMPLED, events, lines, succeed};
+use crate::program::{SMALLER, UNSAMPLED, events, lines, succeed};
 use meshwork_testkit::{Sampled, sweeps};
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +21,7 @@ fn trains(processes: usize, seed: usize, line: &str) {
 }
 
 fn line(folder: &Path, name: &str, more: &str) -> String {
-    format!("{SMALL} {UNSAMPLED} {STEPS} {more} --metrics {}", folder.join(name).display())
+    format!("{SMALLER} {UNSAMPLED} {STEPS} {more} --metrics {}", folder.join(name).display())
 }
 
 /// Processes by plain variables, which `comm.kind = "auto"` joins over TCP; NCCL carries the elements.
@@ -131,12 +131,12 @@ fn a_run_over_nccl_is_saved_and_goes_on_from_mesh_to_mesh() {
     let folder = folder("nccl_saved");
     let numerics = "--set training.numerics=canonical --set model.dropout=0.1";
     let alone = folder.join("alone");
-    succeed(&format!("{SMALL} {UNSAMPLED} {numerics} --steps 3 --metrics {}", alone.display()));
+    succeed(&format!("{SMALLER} {UNSAMPLED} {numerics} --steps 3 --metrics {}", alone.display()));
     let (saved, metrics) = (folder.join("saved"), folder.join("metrics"));
     for (processes, mesh, steps) in [(2, "dp=2 --set parallelism.zero_stage=3", 1), (1, "dp=1", 2), (2, "tp=2", 3)] {
         let more = format!("{numerics} --mesh {mesh} --steps {steps} --set checkpoint.resume=true");
         let files = format!("--set checkpoint.dir={} --metrics {}", saved.display(), metrics.display());
-        trains(processes, steps, &format!("{SMALL} {UNSAMPLED} {more} {files}"));
+        trains(processes, steps, &format!("{SMALLER} {UNSAMPLED} {more} {files}"));
     }
     assert_eq!(numbers(&metrics), numbers(&alone));
     let resumed = lines(&metrics);
@@ -172,7 +172,7 @@ fn communication_over_nccl_is_as_predicted() {
         let line = |steps: usize| {
             let metrics = folder.join("metrics");
             _ = fs::remove_file(&metrics);
-            format!("{SMALL} {UNSAMPLED} --mesh {mesh} --steps {steps} --metrics {}", metrics.display())
+            format!("{SMALLER} {UNSAMPLED} --mesh {mesh} --steps {steps} --metrics {}", metrics.display())
         };
         let reports = over_tcp(processes, &format!("--device cuda-emulated:0:{processes} {}", line(0)));
         let wanted = predicted(&reports[0].out);

@@ -13,6 +13,10 @@ use std::time::{Duration, Instant};
 pub const SMALL: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 \
                          --set training.global_batch_size=8";
 
+/// The same with half of the tokens, for emulated devices, whose kernels run thread by thread.
+pub const SMALLER: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=8 \
+                           --set training.global_batch_size=8";
+
 /// Most of such a run would be its sample.
 pub const UNSAMPLED: &str = "--set metrics.sample_tokens=0";
 
