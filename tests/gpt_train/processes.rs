@@ -2,6 +2,7 @@
 //! pass with a message. Also launches that are refused before any MPI is needed.
 
 use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
+use meshwork_testkit::Sampled;
 use serde_json::Value;
 use std::fs;
 use std::net::TcpListener;
@@ -97,7 +98,8 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
         succeed(&line("threads").replace("--set comm.ranks_per_process=2", ""));
         let wanted = numbers(&wanted);
         assert_eq!(wanted.len(), 3);
-        for mpi in installed() {
+        // Each mesh over one of two libraries, in a sweep over both.
+        for mpi in installed().into_iter().sampled_in_turn(2, at) {
             let name = mpi.file_name().unwrap().to_string_lossy().into_owned();
             let ended = launched(&mpi, processes, &format!("{} --set comm.kind=mpi", line(&name)));
             assert_eq!(ended.code, Some(0), "{name} {settings}\n{}\n{}", ended.out, ended.err);
@@ -188,7 +190,7 @@ fn a_mesh_shrinks_to_the_ranks_that_are_left_and_grows_again_with_the_same_losse
 #[test]
 fn a_model_of_ones_own_trains_over_processes() {
     let program = path().with_file_name("custom_model");
-    for mpi in installed() {
+    for mpi in installed().into_iter().sampled_in_turn(2, 1) {
         let ended = Running::start(mpirun(&mpi, 2, &program, "")).end();
         assert_eq!(ended.code, Some(0), "{}", ended.err);
         assert_eq!(ended.out.matches("step  50  loss ").count(), 1, "{}", ended.out);
