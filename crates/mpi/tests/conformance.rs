@@ -89,14 +89,14 @@ fn options(ranks_per_process: usize) -> Options {
 fn ranks_of_one_process() {
     let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
     let runtime = Runtime::of_one_process(options(9)).unwrap();
-    conformance(&Over { runtime, programs: if sweeps() { 100 } else { 20 } });
+    conformance(&Over { runtime, programs: if sweeps() { 100 } else { 10 } });
 }
 
 fn processes(test: &str, processes: usize, options: Options, files: &[&str]) {
     over_each(test, processes, files, |mpi: &Mpi| {
         let runtime = mpi.start(options);
         assert_eq!(runtime.processes(), processes);
-        conformance(&Over { runtime, programs: if sweeps() { 300 } else { 20 } });
+        conformance(&Over { runtime, programs: if sweeps() { 300 } else { 10 } });
     });
 }
 
@@ -112,7 +112,7 @@ fn four_processes_whose_library_adds_up() {
     let conform = |output: &Output| String::from_utf8_lossy(&output.stdout).matches("it conforms\n").count() == 4;
     over_each_until("four_processes_whose_library_adds_up", 4, &[OPEN], conform, |mpi| {
         let runtime = mpi.start(Options { reduction: Reduction::Native, ..options(1) });
-        conformance(&Over { runtime: runtime.clone(), programs: 20 });
+        conformance(&Over { runtime: runtime.clone(), programs: if sweeps() { 300 } else { 10 } });
         println!("it conforms");
         runtime.world().run(|world| world.barrier()).unwrap(); // all have said it
         std::thread::sleep(Duration::from_secs(2)); // and the launcher has passed it on
@@ -131,7 +131,7 @@ fn processes_over_tcp() {
         let runtime = runtime.unwrap_or_else(|error| panic!("{error}"));
         assert_eq!((runtime.processes(), runtime.ranks()), (2, 4));
         assert!(runtime.describe().starts_with("TCP: 2 processes"), "{}", runtime.describe());
-        return conformance(&Over { runtime, programs: if sweeps() { 300 } else { 20 } });
+        return conformance(&Over { runtime, programs: if sweeps() { 300 } else { 10 } });
     }
     let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
     for process in over_tcp("processes_over_tcp", &[0, 1], 2) {
@@ -178,21 +178,33 @@ fn ranks_that_belong_together_are_on_one_host() {
     });
 }
 
+/// That many elements: these ones over and over.
+fn repeated<T: Copy>(of: Vec<T>, count: usize) -> Vec<T> {
+    let mut all = of.repeat(count.div_ceil(of.len()));
+    all.truncate(count);
+    all
+}
+
 /// Messages of several chunks of the library, and heads that are too long for a first message.
 #[test]
 fn long_messages() {
     let exchange = |runtime: Runtime| {
-        let bytes = (20 << 20) + 3;
+        let bytes: usize = (20 << 20) + 3;
         let ended = runtime.world().run(|world| {
-            let mut message: Vec<u8> = (0..bytes).map(|i| (i * 7 % 251) as u8 * (1 - world.rank() as u8)).collect();
+            // A prime number of elements again and again: each chunk begins at another one.
+            let sent = repeated((0..251).map(|i| (i * 7 % 251) as u8).collect(), bytes);
             match world.rank() {
-                0 => world.send_slice(&message, 1, 3)?,
-                _ => world.recv_slice(&mut message, 0, 3)?,
+                0 => world.send_slice(&sent, 1, 3)?,
+                _ => {
+                    let mut received = vec![0; bytes];
+                    world.recv_slice(&mut received, 0, 3)?;
+                    assert!(received == sent);
+                }
             }
-            assert!(message.iter().enumerate().all(|(i, byte)| *byte == (i * 7 % 251) as u8));
-            let mut sums: Vec<i32> = (0..bytes / 4).map(|i| i * (1 + world.rank() as i32)).collect();
+            let numbers = |of: i32| repeated((0..65_521).map(|i| of * i).collect(), bytes / 4);
+            let mut sums = numbers(1 + world.rank() as i32);
             world.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
-            assert!(sums.iter().enumerate().all(|(i, sum)| *sum == 3 * i as i32));
+            assert!(sums == numbers(3));
             Ok::<_, CommError>(())
         });
         ended.unwrap();
