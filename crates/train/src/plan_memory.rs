@@ -214,8 +214,15 @@ mod tests {
     /// The named settings fit, and the least that is told is the least: nothing fits a limit one byte below it.
     #[test]
     fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
-        for mesh in ["[parallelism]\ndp = 4", "[parallelism]\ndp = 2\ntp = 2", "[parallelism]\ndp = 2\npp = 2", ""] {
-            let config = |limit| config(limit, &format!("{mesh}\n[model]\nnum_layers = 2"));
+        // Settings with so many micro-batches and twice as many: each is tried by a dry run.
+        for (mesh, micros) in [
+            ("[parallelism]\ndp = 4", 1),
+            ("[parallelism]\ndp = 2\ntp = 2", 2),
+            ("[parallelism]\ndp = 2\npp = 2", 2),
+            ("", 4),
+        ] {
+            let more = format!("{mesh}\n[pipeline]\nnum_microbatches = {micros}\n[model]\nnum_layers = 2");
+            let config = |limit| config(limit, &more);
             let all = candidates(&config(0));
             let own = all[0].most.total();
             let least = all.iter().map(|candidate| candidate.most.total()).min().unwrap();
@@ -260,7 +267,7 @@ mod tests {
         let words = "--set memory.sequence_block=16";
         let small = |seq: usize, cp: usize| {
             let model = "[model]\nvocab_size = 64\nnum_layers = 1\nhidden_size = 16\nnum_heads = 2";
-            format!("{model}\nseq_len = {seq}\n[parallelism]\ncp = {cp}\n")
+            format!("{model}\nseq_len = {seq}\n[parallelism]\ncp = {cp}\n[pipeline]\nnum_microbatches = 8\n")
         };
         let named = |seq, cp| savings(&config(0, &small(seq, cp))).iter().any(|(settings, _)| settings == words);
         assert!(named(128, 1) && named(128, 2) && !named(32, 2));

@@ -5,6 +5,7 @@ use crate::data::Tokenizer;
 use crate::data::piece::DocumentPiece;
 use crate::data::reading::{Pieces, Reading};
 use crate::data::text::Texts;
+use meshwork_testkit::Sampled;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -213,7 +214,9 @@ fn no_cut_changes_a_token(kind: &str, cuts: bool, tokenizer: &Tokenizer, file: &
     for (at, text) in texts().iter().enumerate() {
         fs::write(file, text).unwrap();
         let whole = tokenizer.encode(text).unwrap();
-        for (bytes, margin) in [(150, 32), (211, 64), (1000, 128)] {
+        // The first text in each of these ways, the others in one, and in all of them in a sweep.
+        let ways = [(150, 32), (211, 64), (1000, 128)];
+        for (bytes, margin) in ways.into_iter().sampled_in_turn(if at == 0 { 1 } else { 3 }, at + kind.len()) {
             let pieces = Pieces { bytes, margin };
             let reading =
                 Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, examples: None, pieces };
