@@ -152,7 +152,7 @@ fn a_sweep_over_all_meshes() {
         }
     }
     let mut alone: HashMap<(usize, usize, usize), Bits> = HashMap::new();
-    let step = if all { 1 } else { 701 };
+    let step = if all { 1 } else { 1103 };
     let chosen = configs.iter().step_by(step).collect::<Vec<_>>();
     for (done, &&(dp, tp, pp, schedule, sequence_parallel, micros)) in chosen.iter().enumerate() {
         let schedule_name = schedule.name();

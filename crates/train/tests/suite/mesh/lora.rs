@@ -241,10 +241,11 @@ fn shared_out(model: &'static Model, more: &str) -> Vec<(Case, Config)> {
 #[test]
 fn a_base_that_ranks_share_out_has_the_bits_of_one_rank() {
     let forms = [(&LLAMA, LORA.to_owned()), (&LLAMA, quantised("nf4 twice")), (&UNEVEN, quantised("int8"))];
-    for (model, base) in forms.into_iter().chain([(&DROPOUT, quantised("bf16")), (&UNEVEN, LORA.to_owned())]) {
+    let others = [(&DROPOUT, quantised("bf16")), (&UNEVEN, LORA.to_owned())];
+    for (turn, (model, base)) in forms.into_iter().chain(others).enumerate() {
         let more = format!("{ADAMW}{CANONICAL}{base}");
         let alone = run_config("alone", &with_parallelism(&Case::alone(model), "", &more), &model.data());
-        for (case, config) in shared_out(model, &more) {
+        for (case, config) in shared_out(model, &more).into_iter().sampled_in_turn(2, turn) {
             let name = format!("{case}, {:?}", config.parallelism);
             canonical::assert_same(&name, &run_config(&name, &config, &model.data()), &alone);
         }
@@ -253,8 +254,9 @@ fn a_base_that_ranks_share_out_has_the_bits_of_one_rank() {
 
 #[test]
 fn memory_and_communication_of_a_base_that_ranks_share_out_are_predicted() {
-    for (model, base) in [(&LLAMA, LORA.to_owned()), (&UNEVEN, quantised("int8")), (&LLAMA, quantised("nf4"))] {
-        for (case, config) in shared_out(model, &format!("{ADAMW}{base}")) {
+    let forms = [(&LLAMA, LORA.to_owned()), (&UNEVEN, quantised("int8")), (&LLAMA, quantised("nf4"))];
+    for (turn, (model, base)) in forms.into_iter().enumerate() {
+        for (case, config) in shared_out(model, &format!("{ADAMW}{base}")).into_iter().sampled_in_turn(2, turn) {
             let got = step_from(&case.to_string(), &config, &model.data(), begin);
             split_work::assert_run_as_predicted(&case, &config, &got);
         }
@@ -263,8 +265,8 @@ fn memory_and_communication_of_a_base_that_ranks_share_out_are_predicted() {
 
 #[test]
 fn a_base_that_ranks_share_out_on_a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
-    for base in [LORA.to_owned(), quantised("nf4")] {
-        for (case, config) in shared_out(&LLAMA, &format!("{ADAMW}{base}")) {
+    for (turn, base) in [LORA.to_owned(), quantised("nf4")].into_iter().enumerate() {
+        for (case, config) in shared_out(&LLAMA, &format!("{ADAMW}{base}")).into_iter().sampled_in_turn(2, turn) {
             assert_opaque_as_cpu(&format!("{case} {base}"), &config, &LLAMA.data());
         }
     }

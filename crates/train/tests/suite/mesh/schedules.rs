@@ -7,6 +7,7 @@ use crate::mesh::streams::{DESCENT, stream};
 use crate::mesh::world::{Piece, assemble, on_mesh, pieces, step_of};
 use meshwork_nn::Batch;
 use meshwork_pipeline::{ActionKind, Event, Phase, lower};
+use meshwork_testkit::Sampled;
 use meshwork_train::config::Config;
 use meshwork_train::plan::predict;
 use meshwork_train::{StepReport, TrainError, Trainer};
@@ -124,7 +125,7 @@ fn schedule(config: &Config) -> meshwork_pipeline::Schedule {
 
 #[test]
 fn no_rank_keeps_more_than_was_promised() {
-    for case in CASES.iter().filter(|case| case.pp > 1) {
+    for case in CASES.iter().filter(|case| case.pp > 1).sampled(3) {
         let config = case.config(ADAMW);
         let promised = lower(&schedule(&config)).unwrap().report().clone();
         let peaks = on_mesh(&config, |mut trainer| {
@@ -168,9 +169,9 @@ fn replicas_of_unequal_numbers_train_as_one_rank() {
         (of(&UNEVEN, (2, 2), false, 4), &[2, 2], &[3, 2]),
         (of(&PLAIN, (1, 1), false, 8), &[4], &[4]),
     ];
-    for (case, replicas, layers) in cases {
+    for (turn, (case, replicas, layers)) in cases.into_iter().enumerate() {
         let model = case.model;
-        for (more, steps) in [(SGD, 1), (ADAMW, 3)] {
+        for (more, steps) in [(SGD, 1), (ADAMW, 3)].into_iter().sampled_in_turn(2, turn) {
             let mut config = case.config(more);
             config.pipeline.replication = replicas.to_vec();
             config.pipeline.partition = layers.to_vec();

@@ -17,6 +17,7 @@ use meshwork_moe::{MoeConfig, RouterKind};
 use meshwork_nn::Model;
 use meshwork_optim::{Adafactor, AdamW, Lamb, Rule, Sgd};
 use meshwork_tensor::tape::HalfType;
+use meshwork_testkit::Sampled;
 use std::sync::Arc;
 
 /// What stores in this type; f16 with a dynamic scale.
@@ -100,8 +101,8 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
         ("experts", Arc::new(Gpt2::new(config).with_experts(Some(experts)))),
     ];
     let loss_scale = LossScale::Dynamic { initial: 2_f64.powi(24), growth_interval: 1 };
-    for (what, model) in &models {
-        for dtype in [HalfType::Bf16, HalfType::F16] {
+    for (turn, (what, model)) in models.iter().enumerate() {
+        for (half, dtype) in [HalfType::Bf16, HalfType::F16].into_iter().enumerate() {
             let mixed = match dtype {
                 HalfType::F16 => MixedPrecision { loss_scale, ..stored(dtype) },
                 HalfType::Bf16 => stored(dtype),
@@ -137,7 +138,10 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
                         ..Plan::default()
                     },
                 ),
-            ] {
+            ]
+            .into_iter()
+            .sampled_in_turn(2, turn + half)
+            {
                 let got = of(mesh, plan);
                 assert_eq!(got.0, alone.0, "{what}, {dtype:?} on {mesh}");
                 assert!(got.1 == alone.1, "{what}, {dtype:?} on {mesh}: state");

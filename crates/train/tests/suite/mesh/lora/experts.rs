@@ -7,6 +7,7 @@ use crate::mesh::opaque::assert_opaque_as_cpu;
 use crate::mesh::parity::assert_parity;
 use crate::mesh::split_work;
 use crate::mesh::world::step_from;
+use meshwork_testkit::Sampled;
 use meshwork_train::config::Config;
 
 const MOE: &str = "[moe]\nnum_experts = 4\ntop_k = 2\nexpert_hidden_size = 32\naux_loss_coeff = 0.01\n";
@@ -34,12 +35,12 @@ fn alone(more: &str) -> Config {
 
 #[test]
 fn any_mesh_has_the_gradients_of_one_rank() {
-    for targets in ["all-linear", "w3", "w2,w1,q_proj"] {
+    for (turn, targets) in ["all-linear", "w3", "w2,w1,q_proj"].into_iter().enumerate() {
         let more = format!("{SGD}{MOE}{LORA}targets = '{targets}'\n");
         let reference = step_from("alone", &alone(&more), &LLAMA.data(), begin);
         assert!(reference.gradients.keys().all(|name| name.contains(".lora_")));
         assert!(reference.gradients.values().all(|gradient| gradient.iter().any(|&value| value != 0.0)));
-        for (name, config) in meshes(&more) {
+        for (name, config) in meshes(&more).into_iter().sampled_in_turn(2, turn) {
             assert_parity(&format!("{name} {targets}"), &step_from(&name, &config, &LLAMA.data(), begin), &reference);
         }
     }
@@ -47,10 +48,11 @@ fn any_mesh_has_the_gradients_of_one_rank() {
 
 #[test]
 fn canonical_numerics_have_the_bits_of_one_rank() {
-    for base in [LORA.to_owned(), format!("{LORA}targets = 'w1,w2'\n"), quantised("nf4")] {
+    let bases = [LORA.to_owned(), format!("{LORA}targets = 'w1,w2'\n"), quantised("nf4")];
+    for (turn, base) in bases.into_iter().enumerate() {
         let more = format!("{ADAMW}{CANONICAL}{MOE}{base}");
         let wanted = run_config("alone", &alone(&more), &LLAMA.data());
-        for (name, config) in meshes(&more) {
+        for (name, config) in meshes(&more).into_iter().sampled_in_turn(3, turn) {
             canonical::assert_same(&name, &run_config(&name, &config, &LLAMA.data()), &wanted);
         }
     }
@@ -61,8 +63,10 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
 fn memory_features_keep_the_gradients() {
     let more = format!("{SGD}{MOE}{LORA}");
     let reference = step_from("alone", &alone(&more), &LLAMA.data(), begin);
-    for memory in ["sequence_block = 4\n", "recompute = 'selective'\n", "recompute = 'full'\nsequence_block = 8\n"] {
-        for (name, config) in meshes(&format!("{more}[memory]\n{memory}")).into_iter().take(3) {
+    let memories = ["sequence_block = 4\n", "recompute = 'selective'\n", "recompute = 'full'\nsequence_block = 8\n"];
+    for (turn, memory) in memories.into_iter().enumerate() {
+        let meshes = meshes(&format!("{more}[memory]\n{memory}")).into_iter().take(3);
+        for (name, config) in meshes.sampled_in_turn(2, turn) {
             assert_parity(&format!("{name} {memory}"), &step_from(&name, &config, &LLAMA.data(), begin), &reference);
         }
     }
@@ -70,8 +74,10 @@ fn memory_features_keep_the_gradients() {
 
 #[test]
 fn a_device_whose_memory_the_host_cannot_read_has_the_cpus_bits() {
-    for base in [LORA.to_owned(), format!("{LORA}targets = 'w3'\n"), quantised("int8")] {
-        for (name, config) in meshes(&format!("{ADAMW}{MOE}{base}")).into_iter().skip(1).take(3) {
+    let bases = [LORA.to_owned(), format!("{LORA}targets = 'w3'\n"), quantised("int8")];
+    for (turn, base) in bases.into_iter().enumerate() {
+        let meshes = meshes(&format!("{ADAMW}{MOE}{base}")).into_iter().skip(1).take(3);
+        for (name, config) in meshes.sampled_in_turn(3, turn) {
             assert_opaque_as_cpu(&format!("{name} {base}"), &config, &LLAMA.data());
         }
     }
