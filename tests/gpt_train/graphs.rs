@@ -3,6 +3,7 @@
 use crate::devices::{emulates, metrics, numbers_of, run};
 use crate::program::{SMALL, events, folder};
 use meshwork_pipeline::Generator;
+use meshwork_testkit::{Sampled, sweeps};
 use serde_json::Value;
 
 const MORE: &str = "--set training.numerics=canonical --set model.dropout=0.1 --set model.num_layers=4 --set lr_scheduler.warmup_steps=4";
@@ -40,7 +41,7 @@ fn graphs_change_no_number() {
         "--mesh dp=2 --set parallelism.zero_stage=3 --set memory.recompute=full".to_owned(),
         disk,
     ];
-    if std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all") {
+    if sweeps() {
         let schedules = Generator::ALL.into_iter().filter(|schedule| schedule.is_synchronous());
         lines.extend(schedules.map(|schedule| format!("--mesh pp=2 --set pipeline.schedule={}", schedule.name())));
         let others = [
@@ -53,7 +54,7 @@ fn graphs_change_no_number() {
         lines.extend(others.map(str::to_owned));
     }
     let want = numbers_of(&metrics(&folder, "cpu", &format!("{MORE} --steps 6")));
-    for (seed, line) in lines.into_iter().enumerate() {
+    for (seed, line) in lines.into_iter().enumerate().sampled(2) {
         let line = format!("{line} {MORE} --steps 6 --set cuda.graphs=true");
         let run = metrics(&folder, &format!("cuda-emulated:{seed}"), &line);
         assert_eq!(numbers_of(&run), want, "{line}");

@@ -22,7 +22,8 @@ const MESHES: [&str; 3] = ["dp=1", "dp=2,tp=2,pp=2", "tp=2,pp=2"];
 
 fn loaded(mesh: &str, more: &[&str]) -> (Config, Data) {
     let small = ["model.hidden_size=32", "model.seq_len=32", "training.global_batch_size=8", "training.steps=4"];
-    let settings = small.iter().chain(more).flat_map(|setting| ["--set", *setting]);
+    let small = small.iter().chain(["metrics.sample_tokens=8"].iter());
+    let settings = small.chain(more).flat_map(|setting| ["--set", *setting]);
     load(&Args::parse(["--mesh", mesh].into_iter().chain(settings))).unwrap()
 }
 
