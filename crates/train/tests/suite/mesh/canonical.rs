@@ -45,7 +45,8 @@ pub fn run_config(name: &str, config: &Config, data: &Data) -> Bits {
     };
     take("gradient", assemble(name, &held, |piece| &piece.gradient));
     take("weights", assemble(name, &held, |piece| &piece.weights));
-    for state in 0..held[0][0].states.len() {
+    // The first rank may have frozen parameters alone.
+    for state in 0..held.iter().flatten().next().map_or(0, |piece| piece.states.len()) {
         take(&format!("state {state}"), assemble(name, &held, |piece| &piece.states[state]));
     }
     Bits { reports: reports.into_iter().next().unwrap_or_default(), values }
