@@ -57,6 +57,9 @@ pub enum Problem {
     /// Messages of which the chat template makes no text.
     #[error("{place} has messages, and the chat template {problem}")]
     Template { place: String, problem: String },
+    /// Messages, and no chat template: what there is where one was looked for, and how there can be one.
+    #[error("{place} has messages, and there is no chat template: {problem}")]
+    NoTemplate { place: String, problem: String, valid: String },
     /// A file of another kind than JSON, where examples are read.
     #[error("is {0}, and no examples")]
     NoExamples(&'static str),
@@ -158,6 +161,7 @@ impl Problem {
                  out with data.skip_bad_lines = true"
                     .to_owned()
             }
+            Self::NoTemplate { valid, .. } => format!("{valid}, or use texts: prompt and completion (docs/finetune.md)"),
             Self::NotArray(_) => {
                 "use a complete JSON array of objects or strings, or set data.format = \"text\" to learn it as it is"
                     .to_owned()

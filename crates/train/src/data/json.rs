@@ -1,7 +1,7 @@
 //! Documents in JSON: an object a line, or an array of objects or strings.
 
 use super::error::of_line;
-use super::examples::Wrong;
+use super::examples::{Lacks, Wrong};
 use super::format::BYTE_ORDER_MARK;
 use super::piece::See;
 use super::prelude::*;
@@ -19,9 +19,9 @@ pub(super) struct Bad {
 }
 
 impl Bad {
-    /// Leaves a document out, if that is permitted.
+    /// Leaves a document out, if that is permitted. A template that is not there is no fault of a document.
     fn leave_out(&mut self, error: DataError, reading: &Reading<'_>) -> Result<(), DataError> {
-        if !reading.skip_bad_lines {
+        if !reading.skip_bad_lines || matches!(error.problem, Problem::NoTemplate { .. }) {
             return Err(error);
         }
         self.count += 1;
@@ -157,6 +157,7 @@ fn documents_of(
     examples.read(value).map_err(|wrong| match wrong {
         Wrong::Fields(problem) => Problem::NoExample { place: place(), problem },
         Wrong::Template(problem) => Problem::Template { place: place(), problem },
+        Wrong::NoTemplate(Lacks { problem, valid }) => Problem::NoTemplate { place: place(), problem, valid },
     })
 }
 

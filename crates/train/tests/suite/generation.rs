@@ -171,10 +171,11 @@ fn prompts_have_the_special_tokens_of_the_tokenizer() {
 
     // A conversation has the special tokens that its template writes.
     let refused = trained.encode_chat("arma cano", None).unwrap_err().to_string();
-    assert!(
-        refused.starts_with("data.chat_template = (unset): the folder of the model's tokenizer has no"),
-        "{refused}"
-    );
+    let [file, config] = ["chat_template.jinja", "tokenizer_config.json"].map(|name| folder.path().join(name));
+    let (file, config) = (file.display(), config.display());
+    let nowhere = format!("there is no chat template: {file} does not exist, and {config}");
+    assert!(refused.starts_with(&format!("data.chat_template = (unset): {nowhere}")), "{refused}");
+    assert!(refused.ends_with(", or continue a text without one"), "{refused}");
     let template = "{% for message in messages %}{% if message.role == 'user' %}<|user|>{% endif %} {{ message.content }} \
                     {% endfor %}{% if add_generation_prompt %}</s>{% endif %}";
     let file = |name: &str| folder.path().join(name);

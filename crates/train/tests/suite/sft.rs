@@ -1,4 +1,6 @@
 //! Fine-tuning on examples: packed into rows, learnt by their answers alone, with one rank's bits on every mesh.
+//!
+//! More than 400 lines: all that examples promise, on one small model that the tests of pairs use too.
 
 use meshwork_core::World;
 use meshwork_engine::dry_run;
@@ -316,8 +318,19 @@ fn bad_examples_are_named_by_their_line_and_left_out_if_asked() {
     assert!(told.contains("line 2 is no example: it has neither a list of messages"), "{told}");
     let (_, data) = folder.load("data.skip_bad_lines=true");
     assert!(data.notices().iter().any(|told| told.contains("1 of 3 documents skipped")), "{:?}", data.notices());
-    let told = refused(&bad(json!({"messages": [{"role": "user", "content": "a"}]})), "");
-    assert!(told.contains("line 2 has messages, and the chat template there is none"), "{told}");
+    // That there is no template is no fault of a line.
+    for more in ["", "data.skip_bad_lines=true"] {
+        let told = refused(&bad(json!({"messages": [{"role": "user", "content": "a"}]})), more);
+        assert!(told.contains("examples.jsonl\": line 2 has messages, and there is no chat template: "), "{told}");
+        #[cfg(feature = "tokenizers")]
+        assert!(
+            told.contains("the tokenizer is built in, and has none; name a file with one in data.chat_template"),
+            "{told}"
+        );
+        #[cfg(not(feature = "tokenizers"))]
+        assert!(told.contains("it needs the feature tokenizers, which this build lacks; build it with "), "{told}");
+        assert!(told.contains(", or use texts: prompt and completion (docs/finetune.md)"), "{told}");
+    }
     let told = refused(&folder, "data.documents=stream");
     assert!(told.contains("data.documents = \"stream\"") || told.contains("data.documents = stream"), "{told}");
 }
@@ -378,7 +391,10 @@ fn messages_are_written_by_the_template_of_the_folder() {
     fs::write(folder.path("tokenizer_config.json"), special.to_string()).unwrap();
     fs::write(folder.path("chat_template.jinja"), all["templates"][template].as_str().unwrap()).unwrap();
     let more = format!("model.vocab_size=400 model.seq_len=128 data.tokenizer={}", folder.folder.path().display());
-    let refused = load(&Args::parse(folder.settings(&more))).unwrap_err().to_string();
+    let refused = |more: &str| load(&Args::parse(folder.settings(more))).unwrap_err().to_string();
+    let empty = refused(&format!("{more} data.chat_template="));
+    assert!(empty.contains("data.chat_template = \"\": names no file; name a file with a chat template"), "{empty}");
+    let refused = refused(&more);
     let told = "line 3 has messages, and the chat template fails: invalid operation: user and assistant must alternate";
     assert!(refused.contains(told), "{refused}");
     let (_, data) = folder.load(&format!("{more} data.skip_bad_lines=true training.global_batch_size=1"));

@@ -37,6 +37,9 @@ pub(super) fn of(
         template.render(&messages[..turns], tools, begins).map_err(|error| format!("fails: {error}"))
     };
     let (text, marked) = unmarked(&render(messages.len(), false)?);
+    if text.trim().is_empty() {
+        return Err("writes no text of them".to_owned());
+    }
     let prefix = |turns: usize, begins: bool| {
         let (part, _) = unmarked(&render(turns, begins)?);
         if text.starts_with(&part) { Ok(part.len()) } else { Err(no_prefix(turns, begins)) }

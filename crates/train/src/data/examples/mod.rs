@@ -24,12 +24,24 @@ use answers::Template;
 use serde_json::Map;
 use std::iter;
 
+/// The key of the file of a chat template.
+const KEY: &str = "data.chat_template";
+
 /// How the examples of a run become texts.
 #[derive(Debug)]
 pub(super) struct Examples {
-    template: Option<Box<dyn Template>>,
+    template: Result<Box<dyn Template>, Lacks>,
     /// Whether they are pairs of answers.
     pairs: bool,
+}
+
+/// Why there is no chat template, which examples without messages do not need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Lacks {
+    /// What there is in each place where one was looked for.
+    pub problem: String,
+    /// The way to one.
+    pub valid: String,
 }
 
 /// Why an object of JSON gives no text to learn.
@@ -39,6 +51,8 @@ pub(super) enum Wrong {
     Fields(String),
     /// The chat template cannot write it.
     Template(String),
+    /// It needs a chat template, and there is none.
+    NoTemplate(Lacks),
 }
 
 impl Examples {
@@ -101,8 +115,7 @@ impl Examples {
 
     /// The text of a conversation, in which the assistant's messages from `first` on are answers.
     fn chat(&self, messages: &[Value], first: usize, object: &Map<String, Value>) -> Result<DocumentPiece, Wrong> {
-        let none = || "there is none: set data.chat_template, or data.tokenizer to a folder that has one beside its tokenizer.json";
-        let template = self.template.as_deref().ok_or_else(|| Wrong::Template(none().to_owned()))?;
+        let template = self.template.as_deref().map_err(|lacks| Wrong::NoTemplate(lacks.clone()))?;
         let (text, spans) = answers::of(template, messages, first, object.get("tools")).map_err(Wrong::Template)?;
         Ok(DocumentPiece::example(text, Answers { spans, templated: true }))
     }
@@ -130,32 +143,29 @@ fn lacking(lacks: &str, object: &Map<String, Value>) -> Wrong {
 /// # Errors
 /// No template; messages that it cannot write.
 pub(crate) fn conversation(settings: &Settings, messages: &[Value]) -> Result<String, Fault> {
-    const KEY: &str = "data.chat_template";
     let given = settings.chat_template.as_ref().map_or_else(|| "(unset)".to_owned(), |path| format!("{path:?}"));
     let fault = |problem: String, valid: &str| Fault::new(KEY, given.clone(), problem, valid);
-    let none = || {
-        let problem = "the folder of the model's tokenizer has no chat template".to_owned();
-        fault(problem, "name one, or continue a text without it")
+    let none = |Lacks { problem, valid }: Lacks| {
+        fault(format!("there is no chat template: {problem}"), &format!("{valid}, or continue a text without one"))
     };
-    let template = template(settings)?.ok_or_else(none)?;
+    let template = template(settings)?.map_err(none)?;
     let text = template.render(messages, None, true);
     let text = text.map_err(|error| fault(format!("fails: {error}"), "give messages that the template takes"))?;
     Ok(answers::unmarked(&text).0)
 }
 
 #[cfg(feature = "tokenizers")]
-fn template(settings: &Settings) -> Result<Option<Box<dyn Template>>, Fault> {
+fn template(settings: &Settings) -> Result<Result<Box<dyn Template>, Lacks>, Fault> {
     Ok(template::Jinja::open(settings)?.map(|jinja| Box::new(jinja) as Box<dyn Template>))
 }
 
 #[cfg(not(feature = "tokenizers"))]
-fn template(settings: &Settings) -> Result<Option<Box<dyn Template>>, Fault> {
-    let problem = "needs the feature tokenizers, which this build lacks";
+fn template(settings: &Settings) -> Result<Result<Box<dyn Template>, Lacks>, Fault> {
+    let (problem, valid) =
+        ("needs the feature tokenizers, which this build lacks", "build it with --features tokenizers");
     match &settings.chat_template {
-        None => Ok(None),
-        Some(path) => {
-            Err(Fault::new("data.chat_template", format!("{path:?}"), problem, "build it with --features tokenizers"))
-        }
+        None => Ok(Err(Lacks { problem: format!("it {problem}"), valid: valid.to_owned() })),
+        Some(path) => Err(Fault::new(KEY, format!("{path:?}"), problem, valid)),
     }
 }
 

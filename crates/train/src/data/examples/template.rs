@@ -1,8 +1,8 @@
 //! Chat templates of Hugging Face: Jinja, with the functions that `transformers` gives them.
 
 use super::super::prelude::*;
-use super::Settings;
 use super::answers::{MARKS, Template};
+use super::{KEY, Lacks, Settings};
 use jiff::Timestamp;
 use jiff::civil::{Date, DateTime};
 use jiff::fmt::strtime;
@@ -15,7 +15,6 @@ use serde_json::Map;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-const KEY: &str = "data.chat_template";
 const FILE: &str = "chat_template.jinja";
 const CONFIG: &str = "tokenizer_config.json";
 
@@ -32,34 +31,25 @@ pub(super) struct Jinja {
 
 impl Jinja {
     /// The template that `data.chat_template` names, else that of the tokenizer's folder, if there is one.
-    pub fn open(settings: &Settings) -> Result<Option<Self>, Fault> {
-        let tokenizer = Path::new(&settings.tokenizer);
-        let beside = tokenizer.with_file_name(CONFIG);
-        let config = || -> Result<Map<String, Value>, String> {
-            match fs::read(&beside) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Map::new()),
-                Err(error) => Err(error.to_string()),
-                Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| error.to_string()),
-            }
-        };
+    ///
+    /// # Errors
+    /// A template that is named and is none; settings of a tokenizer that cannot be read.
+    pub fn open(settings: &Settings) -> Result<Result<Self, Lacks>, Fault> {
         let valid = "use a chat template of Hugging Face (docs/finetune.md)";
         let fault = |path: &Path, problem: String| Fault::new(KEY, format!("{:?}", path.display()), problem, valid);
-        let config = config().map_err(|problem| fault(&beside, problem))?;
-        let file = tokenizer.with_file_name(FILE);
-        let given = settings.chat_template.as_ref().map(PathBuf::from).or_else(|| file.is_file().then_some(file));
-        let (path, source) = match given {
-            Some(path) => {
-                let source = fs::read_to_string(&path).map_err(|error| fault(&path, error.to_string()))?;
-                (path, source)
-            }
-            None => match of_config(&config) {
-                Some(source) => (beside, source),
-                None => return Ok(None),
+        let folder = folder(settings);
+        let beside = folder.map(|folder| folder.join(CONFIG));
+        let config = beside.map(|path| config(&path).map_err(|problem| fault(&path, problem))).transpose()?.flatten();
+        let (path, source) = match &settings.chat_template {
+            Some(given) => named(given)?,
+            None => match of_folder(folder, config.as_ref()) {
+                Ok(found) => found,
+                Err(lacks) => return Ok(Err(lacks)),
             },
         };
         let day = settings.date.as_deref().map(day).transpose()?;
-        let jinja = Self::new(&source, tokens(&config, settings), day);
-        jinja.map(Some).map_err(|error| fault(&path, format!("is no template: {error}")))
+        let jinja = Self::new(&source, tokens(&config.unwrap_or_default(), settings), day);
+        jinja.map(Ok).map_err(|error| fault(&path, format!("is no template: {error}")))
     }
 
     /// A template, with the special tokens of a tokenizer. Without a day it tells today's.
@@ -116,15 +106,74 @@ fn day(text: &str) -> Result<Date, Fault> {
     })
 }
 
-/// The template of `tokenizer_config.json`: one, or a list of named ones, of which `default` is taken.
-fn of_config(config: &Map<String, Value>) -> Option<String> {
-    match config.get("chat_template")? {
-        Value::String(source) => Some(source.clone()),
-        Value::Array(named) => {
-            let default = named.iter().find(|of| of["name"] == "default")?;
-            default["template"].as_str().map(str::to_owned)
-        }
-        _ => None,
+/// The folder with the files of the tokenizer; `None` of those that are built in.
+fn folder(settings: &Settings) -> Option<&Path> {
+    let is_file = !["bytes", "gpt2"].contains(&&*settings.tokenizer);
+    is_file.then(|| Path::new(&settings.tokenizer).parent().unwrap_or(Path::new("")))
+}
+
+/// The settings of a tokenizer, if there is the file.
+fn config(path: &Path) -> Result<Option<Map<String, Value>>, String> {
+    match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.to_string()),
+        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| error.to_string()),
+    }
+}
+
+/// The file of `data.chat_template`, and the template in it.
+fn named(given: &str) -> Result<(PathBuf, String), Fault> {
+    let path = PathBuf::from(given);
+    let valid = "name a file with a chat template of Hugging Face (docs/finetune.md), or leave the key out for the template of \
+                 the tokenizer's folder";
+    let fault = |problem: &str| Fault::new(KEY, format!("{given:?}"), problem, valid);
+    if given.trim().is_empty() {
+        return Err(fault("names no file"));
+    }
+    if path.is_dir() {
+        return Err(fault("is a folder"));
+    }
+    match fs::read_to_string(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(fault("does not exist")),
+        Err(error) => Err(fault(&format!("cannot be read: {error}"))),
+        Ok(source) if source.trim().is_empty() => Err(fault("is an empty file")),
+        Ok(source) => Ok((path, source)),
+    }
+}
+
+/// The template of a tokenizer's folder and its place: a file, or that of the tokenizer's settings. As in
+/// `transformers`, the file counts if there are both.
+fn of_folder(folder: Option<&Path>, config: Option<&Map<String, Value>>) -> Result<(PathBuf, String), Lacks> {
+    let lacks = |problem: String, valid: &str| Err(Lacks { problem, valid: valid.to_owned() });
+    let name =
+        "name a file with one in data.chat_template, or the folder of a tokenizer that has one in data.tokenizer";
+    let Some(folder) = folder else { return lacks("the tokenizer is built in, and has none".to_owned(), name) };
+    let (file, beside) = (folder.join(FILE), folder.join(CONFIG));
+    if file.is_file() {
+        return match fs::read_to_string(&file) {
+            Err(error) => lacks(format!("{} cannot be read: {error}", file.display()), name),
+            Ok(source) if source.trim().is_empty() => lacks(format!("{} is empty", file.display()), name),
+            Ok(source) => Ok((file, source)),
+        };
+    }
+    let no_file = format!("{} does not exist, and {}", file.display(), beside.display());
+    match config.map(|config| config.get("chat_template").unwrap_or(&Value::Null)) {
+        None => lacks(format!("{no_file} does not exist either"), name),
+        Some(Value::Null) => lacks(format!("{no_file} has none"), name),
+        Some(Value::String(source)) if source.trim().is_empty() => lacks(format!("{no_file} has an empty one"), name),
+        Some(Value::String(source)) => Ok((beside, source.clone())),
+        Some(Value::Array(all)) => match all.iter().find(|of| of["name"] == "default") {
+            Some(Value::Object(default)) => match default.get("template").and_then(Value::as_str) {
+                Some(source) if !source.trim().is_empty() => Ok((beside, source.to_owned())),
+                _ => lacks(format!("{no_file} has no text in the one called default"), name),
+            },
+            _ => {
+                let names: Vec<&str> = all.iter().filter_map(|of| of["name"].as_str()).collect();
+                let problem = format!("{no_file} has [{}], and none that is called default", names.join(", "));
+                lacks(problem, "copy one of them into a file, and name that in data.chat_template")
+            }
+        },
+        Some(_) => lacks(format!("{no_file} has one that is no text"), name),
     }
 }
 

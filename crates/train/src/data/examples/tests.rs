@@ -42,7 +42,7 @@ fn read(template: Plain, value: Value) -> Result<(String, Vec<String>), Wrong> {
 
 /// The texts of an example, and their answers.
 fn read_as(template: Plain, value: Value, pairs: bool) -> Result<Vec<(String, Vec<String>)>, Wrong> {
-    let pieces = Examples { template: Some(Box::new(template)), pairs }.read(value)?.into_iter();
+    let pieces = Examples { template: Ok(Box::new(template)), pairs }.read(value)?.into_iter();
     let read = pieces.map(|piece| {
         let answers = piece.answers.unwrap().spans.into_iter().map(|span| piece.text[span].to_owned()).collect();
         (piece.text, answers)
@@ -130,8 +130,35 @@ fn a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_answers() {
     assert_eq!(answers, ["O.", "TWO."]);
 }
 
+/// A template of a tokenizer's folder that writes nothing, as an empty one does.
+#[derive(Debug)]
+struct Silent;
+
+impl Template for Silent {
+    fn marks_answers(&self) -> bool {
+        false
+    }
+
+    fn render(&self, _: &[Value], _: Option<&Value>, _: bool) -> Result<String, String> {
+        Ok("\n".to_owned())
+    }
+
+    fn notices(&self) -> Vec<String> {
+        Vec::new()
+    }
+}
+
+/// Such examples were empty texts, which are no documents, and nobody was told.
+#[test]
+fn a_template_that_writes_nothing_is_refused() {
+    let wrong = Examples { template: Ok(Box::new(Silent)), pairs: false }.read(json!({"messages": chat()}));
+    assert_eq!(wrong.unwrap_err(), Wrong::Template("writes no text of them".to_owned()));
+}
+
 #[test]
 fn what_is_no_example_says_what_it_has() {
+    let lacks = Lacks { problem: "it was lost".to_owned(), valid: "look for it".to_owned() };
+    let without = || Examples { template: Err(lacks.clone()), pairs: false };
     for (value, told) in [
         (
             json!({"text": "a"}),
@@ -142,13 +169,12 @@ fn what_is_no_example_says_what_it_has() {
         (json!({"messages": [], "prompt": "a", "completion": "b"}), "has neither"),
         (json!("a"), "is no object"),
     ] {
-        let wrong = Examples { template: None, pairs: false }.read(value.clone()).unwrap_err();
+        let wrong = without().read(value.clone()).unwrap_err();
         let Wrong::Fields(problem) = &wrong else { panic!("{wrong:?}") };
         assert!(problem.starts_with(told), "{value}: {problem}");
     }
-    let wrong = Examples { template: None, pairs: false }.read(json!({"messages": chat()})).unwrap_err();
-    let Wrong::Template(problem) = wrong else { panic!("{wrong:?}") };
-    assert!(problem.starts_with("there is none"), "{problem}");
+    let wrong = without().read(json!({"messages": chat()})).unwrap_err();
+    assert_eq!(wrong, Wrong::NoTemplate(lacks));
     let tool = json!({"messages": [{"role": "tool", "content": "4"}]});
     let wrong = read(Plain { marks: false, forgets: false }, tool).unwrap_err();
     assert_eq!(wrong, Wrong::Template("fails: no tools here".to_owned()));
