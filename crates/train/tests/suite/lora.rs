@@ -202,13 +202,23 @@ fn a_frozen_base_takes_no_needless_bytes_and_operations() {
     assert_eq!(adapted.model_bytes, 4 * full.parameters as u64 + 16 * adapters);
 
     // With ZeRO-3 ranks share out all of it, frozen weights too, whose matrices then are a message of each rank; and
-    // gradients have memory from backward on.
-    let shared = "--mesh dp=2 --set parallelism.zero_stage=3";
+    // gradients have memory from backward on. Ranks with other samples do, and ranks with other parts of a sequence.
     for (form, headers) in [("none", 0), ("nf4", 16 * 4 * layers)] {
         let base = format!("--set lora.rank={rank} --set lora.quantization={form} --set lora.block_size=16");
-        let [whole, half] = ["", shared].map(|mesh| predicted(&format!("{base} {mesh}")).model_bytes);
-        assert_eq!(2 * half, whole + headers - 4 * adapters, "{form}");
+        let whole = predicted(&base).model_bytes;
+        for mesh in ["dp=2", "cp=2"] {
+            let half = predicted(&format!("{base} --mesh {mesh} --set parallelism.zero_stage=3")).model_bytes;
+            assert_eq!(2 * half, whole + headers - 4 * adapters, "{form} on {mesh}");
+        }
     }
+
+    // One byte in place of four for the scale of each block.
+    let of = |twice: bool| {
+        let form =
+            format!("--set lora.quantization=nf4 --set lora.double_quantization={twice} --set lora.block_size=16");
+        predicted(&format!("--set lora.rank={rank} {form}")).model_bytes
+    };
+    assert_eq!(of(false) - of(true), 3 * layers * 12 * hidden * hidden / 16);
 
     // No products for the gradients of frozen matrices and of the head, and none for that of the first block's input,
     // below which nothing is trained. Each adapter has three products, the first layer's A two.

@@ -35,6 +35,27 @@ fn the_load_of_experts_is_said() {
     assert!(!of(1).contains("even load"));
 }
 
+/// 12 · 128² elements in each of 4 layers, in blocks of 64, and 16 bytes in front of each of 4 matrices of a layer.
+#[test]
+fn what_frozen_matrices_take_in_fewer_bits_is_said() {
+    let of = |form: &str| {
+        report(&Config::from_toml(&format!("[lora]\nrank = 4\nquantization = '{form}'")).unwrap()).unwrap()
+    };
+    for (form, told) in [
+        ("bf16", "786,432 of them as bf16: 1.5 MiB, 16.00 bits each, 1.5 MiB less than as numbers\n"),
+        ("int8", "786,432 of them as int8/block64: 816.2 KiB, 8.50 bits each, 2.2 MiB less than as numbers\n"),
+        ("nf4", "786,432 of them as nf4/block64: 432.2 KiB, 4.50 bits each, 2.6 MiB less than as numbers\n"),
+        (
+            "nf4'\ndouble_quantization = true\nalpha = 8.0\ntargets = 'all-linear",
+            "786,432 of them as nf4/block64/e5m3: 396.2 KiB, 4.13 bits each, 2.6 MiB less than as numbers (scales of 8 bits save \
+             36.0 KiB of it)\n",
+        ),
+    ] {
+        let text = of(form);
+        assert!(text.contains(told), "{form}: {text}");
+    }
+}
+
 #[test]
 fn the_report_follows_the_partition() {
     let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();

@@ -51,6 +51,25 @@ fn a_run_goes_on_on_a_mesh_that_shares_out_experts_otherwise() {
     assert_eq!(steps(4, &format!("{dir} --mesh dp=2,ep=2 --set parallelism.zero_stage=3")), whole[3..]);
 }
 
+/// `peft` gives rsLoRA of experts another factor: gate and up are one matrix there, of twice the rank. It is written as
+/// the alpha that gives the same factor by the rank alone, and read with it.
+#[test]
+fn rslora_of_experts_is_written_by_the_factor_that_peft_has() {
+    let alpha = |name: &str| {
+        let (_folder, out) = trained(name, "dp=1", "--set lora.rslora=true --set lora.alpha=6");
+        let text = std::fs::read_to_string(out.join("adapter_config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let read = meshwork_models::huggingface::Lora::open(&out).unwrap().0;
+        (config["use_rslora"].as_bool().unwrap(), config["lora_alpha"].as_f64().unwrap(), read.scale())
+    };
+    let (factor, rank) = (6.0 / 2f64.sqrt(), 2.0);
+    for (name, wanted) in [("llama_scaled", (true, 6.0)), ("qwen3_moe", (false, factor * rank))] {
+        let (rslora, written, scale) = alpha(name);
+        assert_eq!((rslora, written), wanted, "{name}");
+        assert!((scale - factor).abs() < 1e-12, "{name}: {scale}");
+    }
+}
+
 #[test]
 fn what_experts_have_no_adapter_for_is_refused() {
     let all = "use some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, with commas, or all-linear";

@@ -252,6 +252,20 @@ fn a_base_that_ranks_share_out_has_the_bits_of_one_rank() {
     }
 }
 
+/// Shares of ranks are whole blocks, also where a quarter of a matrix is none.
+#[test]
+fn ranks_share_out_whole_blocks() {
+    for form in ["nf4", "nf4 twice", "int8"] {
+        let more = format!("{ADAMW}{CANONICAL}{}", quantised(form).replace("block_size = 8", "block_size = 96"));
+        let alone = run_config("alone", &with_parallelism(&Case::alone(&LLAMA), "", &more), &LLAMA.data());
+        for mesh in [(2, 1, 1), (4, 1, 1)] {
+            let case = Case::of_1f1b(&LLAMA, mesh, false, 1);
+            let config = with_parallelism(&case, "zero_stage = 3\n", &more);
+            canonical::assert_same(&case, &run_config(form, &config, &LLAMA.data()), &alone);
+        }
+    }
+}
+
 #[test]
 fn memory_and_communication_of_a_base_that_ranks_share_out_are_predicted() {
     let forms = [(&LLAMA, LORA.to_owned()), (&UNEVEN, quantised("int8")), (&LLAMA, quantised("nf4"))];
