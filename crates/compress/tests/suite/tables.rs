@@ -235,6 +235,16 @@ fn scales_of_8_bits_are_the_nearest() {
     assert_eq!(lossy(&scheme("nf4/e5m3"), &[4e-7, -1e-9], vector(2), draws(0)), [0.0, 0.0]);
 }
 
+/// Codes are the nearest in units of the scale that is written, and not of the largest magnitude.
+#[test]
+fn codes_are_the_nearest_of_a_rounded_scale() {
+    let restored = |x: [f32; 2]| lossy(&scheme("nf4/e5m3"), &x, vector(2), draws(0));
+    // The middle of the two largest numbers is 0.8615. 0.88 is beyond it, and 0.88 / 1.05 = 0.838 is not.
+    assert_eq!(restored([1.05, 0.88]), [1.0, 1.0]);
+    // 0.96 / 1.125 = 0.853 is below it, and 0.96 / 1.1 = 0.873 is not.
+    assert_eq!(bits(&restored([1.1, 0.96])), bits(&[1.125, 0.722_956_84 * 1.125]));
+}
+
 /// The numbers of NF4, by restoring all codes, against the quantiles that the paper defines (Dettmers et al., 2023,
 /// section 3 and appendix E): of N(0, 1) at 8 even places from 1 - δ down to 1/2 and at 7 from δ up,
 /// δ = (1/32 + 1/30) / 2, and zero; divided by the largest.
