@@ -261,7 +261,7 @@ fn ranks_share_out_whole_blocks() {
         for mesh in [(2, 1, 1), (4, 1, 1)] {
             let case = Case::of_1f1b(&LLAMA, mesh, false, 1);
             let config = with_parallelism(&case, "zero_stage = 3\n", &more);
-            canonical::assert_same(&case, &run_config(form, &config, &LLAMA.data()), &alone);
+            canonical::assert_same(case, &run_config(form, &config, &LLAMA.data()), &alone);
         }
     }
 }
