@@ -1,7 +1,7 @@
 //! What a person is told who gives a folder that is not what it seems: what it is, and what would be valid.
 
 use crate::{copy, edit, edit_header, refused};
-use meshwork_models::huggingface::{Pretrained, tokenizer_files};
+use meshwork_models::huggingface::{Lora, Pretrained, tokenizer_files};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -124,6 +124,22 @@ fn what_is_no_folder_of_a_model_is_named() {
     let both = copy("gpt2");
     fs::write(both.path().join("adapter_config.json"), &adapter).unwrap();
     assert!(refused(&both).contains("a LORA adapter"), "{}", refused(&both));
+}
+
+#[test]
+fn an_adapter_with_settings_of_another_kind_is_refused_by_their_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = |more: &[(&str, Value)]| {
+        let mut config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]});
+        more.iter().for_each(|(key, value)| config[*key] = value.clone());
+        fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+        Lora::open(folder.path()).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(open(&[("use_dora", json!(false)), ("rank_pattern", json!({}))]), Ok(()));
+    let told = open(&[("use_dora", json!(true))]).unwrap_err();
+    assert!(told.contains("adapter_config.json") && told.contains("use_dora is not supported: true"), "{told}");
+    let told = open(&[("use_dora", json!(true)), ("modules_to_save", json!(["lm_head"]))]).unwrap_err();
+    assert!(told.contains("use_dora is not") && told.contains("modules_to_save is not"), "all at once: {told}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use meshwork_engine::ModelPlan;
 use meshwork_train::config::Config;
 use meshwork_train::plan::predict;
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 /// Compares every rank with its prediction.
 #[track_caller]
@@ -17,11 +18,11 @@ pub fn assert_as_predicted(case: &Case, more: &str, got: &Stepped) {
 
 /// The same of a configuration that is more than that of its case.
 #[track_caller]
-pub fn assert_run_as_predicted(case: &Case, config: &Config, got: &Stepped) {
+pub fn assert_run_as_predicted(case: &impl Display, config: &Config, got: &Stepped) {
     for (rank, (report, usage)) in got.reports.iter().zip(&got.usage).enumerate() {
         let predicted = predict(config, rank).unwrap_or_else(|error| panic!("{case}: predicting rank {rank}: {error}"));
         // If steps overlap, a single step has its peak before the next begins.
-        let peak_bytes = if overlaps(case) { usage.peak_bytes } else { predicted.peak_bytes() };
+        let peak_bytes = if overlaps(config) { usage.peak_bytes } else { predicted.peak_bytes() };
         let wanted = RankUsage { parameters: predicted.parameters, flops: predicted.flops, peak_bytes };
         assert_eq!(*usage, wanted, "{case}: rank {rank} against its prediction");
         assert!(peak_bytes <= predicted.peak_bytes(), "{case}: rank {rank}");
@@ -35,8 +36,8 @@ pub fn assert_run_as_predicted(case: &Case, config: &Config, got: &Stepped) {
     }
 }
 
-fn overlaps(case: &Case) -> bool {
-    case.config("").pipeline.spec().is_ok_and(|spec| spec.overlaps_steps())
+fn overlaps(config: &Config) -> bool {
+    config.pipeline.spec().is_ok_and(|spec| spec.overlaps_steps())
 }
 
 /// Compares every rank's log, and the sums over all ranks, with formulas.

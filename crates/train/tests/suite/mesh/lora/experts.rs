@@ -7,7 +7,10 @@ use crate::mesh::opaque::assert_opaque_as_cpu;
 use crate::mesh::parity::assert_parity;
 use crate::mesh::split_work;
 use crate::mesh::world::step_from;
+use meshwork_engine::dry_run;
+use meshwork_tensor::{Init, ParamSpec};
 use meshwork_testkit::Sampled;
+use meshwork_train::Trainer;
 use meshwork_train::config::Config;
 
 const MOE: &str = "[moe]\nnum_experts = 4\ntop_k = 2\nexpert_hidden_size = 32\naux_loss_coeff = 0.01\n";
@@ -96,6 +99,44 @@ fn memory_and_communication_are_predicted() {
             let config = with_parallelism(&case, keys, &format!("{ADAMW}{MOE}{base}"));
             let got = step_from(&case.to_string(), &config, &LLAMA.data(), begin);
             split_work::assert_run_as_predicted(&case, &config, &got);
+        }
+    }
+}
+
+/// Tokens that go to all experts are the even load that is predicted, whatever rank has which of them.
+#[test]
+fn memory_and_communication_are_predicted_where_experts_are_shared_out() {
+    let all = MOE.replace("top_k = 2", "top_k = 4");
+    for base in [LORA.to_owned(), format!("{LORA}targets = 'w2,w3'\n"), quantised("nf4 twice")] {
+        for (name, config) in meshes(&format!("{ADAMW}{all}{base}")) {
+            let got = step_from(&name, &config, &LLAMA.data(), begin);
+            assert!(got.usage.iter().all(|usage| usage.peak_bytes > 0), "{name}");
+            split_work::assert_run_as_predicted(&name, &config, &got);
+        }
+    }
+}
+
+/// Routers of zeros: every token has the same scores, and goes to the first experts, which the first rank has.
+#[test]
+fn memory_of_the_rank_that_all_tokens_choose_is_predicted() {
+    let begin = |trainer: &mut Trainer| {
+        trainer.load_weights(|spec, slice| {
+            let init = match &*spec.name {
+                name if name.contains("router") => Init::Zeros,
+                name if name.contains("lora_B") => Init::Normal { std: 0.2 },
+                _ => spec.init,
+            };
+            Ok::<_, String>(ParamSpec { init, ..spec.clone() }.initial(slice, 9))
+        })
+    };
+    for base in [LORA.to_owned(), format!("{LORA}targets = 'w1'\n"), quantised("nf4")] {
+        // A rank of ep=4 has one of the two experts: what goes to others is spread over them, in whole tokens.
+        let has_both = |(_, config): &(String, Config)| config.parallelism.ep < 4;
+        for (name, config) in meshes(&format!("{ADAMW}{MOE}{base}")).into_iter().filter(has_both) {
+            let (model, plan) = (config.model(), config.plan().unwrap());
+            let most = dry_run::crowded(&model, &plan, 0).unwrap().total();
+            let got = step_from(&name, &config, &LLAMA.data(), begin);
+            assert_eq!(got.usage[0].peak_bytes, most, "{name} {base}");
         }
     }
 }
