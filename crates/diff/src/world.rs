@@ -123,8 +123,8 @@ impl<'a> Comparing<'a> {
     }
 }
 
-/// Brings what each rank saw to rank 0, where `take` gets it by rank; `here` is there in the process that has rank 0.
-/// Collective over the world.
+/// Brings what each rank saw to rank 0, where `take` gets it, in any order; `here` is there in the process that has
+/// rank 0. Collective over the world.
 fn gather(world: &Group, here: Option<&Mutex<Vec<Saw>>>, saw: Option<Saw>, take: impl FnMut(Saw)) -> Result<(), Cause> {
     let mut message = Vec::new();
     match (saw, here) {
