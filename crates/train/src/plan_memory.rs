@@ -214,7 +214,7 @@ mod tests {
     /// The named settings fit, and the least that is told is the least: nothing fits a limit one byte below it.
     #[test]
     fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
-        // Settings with so many micro-batches and twice as many: each is tried by a dry run.
+        // Two numbers of micro-batches, this one and its double. A dry run predicts the memory of each.
         for (mesh, micros) in [
             ("[parallelism]\ndp = 4", 1),
             ("[parallelism]\ndp = 2\ntp = 2", 2),

@@ -9,16 +9,16 @@ pub enum Attention {
     Peak,
     /// A share of what the instructions of the kernels allow on tensor cores, and a share of the peak in f32.
     Kernels {
-        /// Of what [`ALLOWED`] has.
+        /// Of the bound in [`ALLOWED`].
         tensor_cores: f64,
         /// Of the peak.
         f32: f64,
     },
 }
 
-/// What the instructions of the kernels of attention allow, for heads of at most so many features: forward, and
-/// backward, whose five products are counted as work, whatever its kernels compute again. `kernels/report.md` counts
-/// them for each kernel, and docs/gpu_performance.md joins them.
+/// Upper bounds of the speed of the attention kernels by their instruction counts, for head dimensions up to the first
+/// number. Backward counts five products as work; products that its kernels recompute are not counted.
+/// `kernels/report.md` has the counts of each kernel, and docs/gpu_performance.md derives these bounds from them.
 const ALLOWED: [(usize, Allowed); 3] = [
     (64, Allowed { a100: [1.0, 0.71], h100: [0.68, 0.5] }),
     (128, Allowed { a100: [0.89, 0.62], h100: [0.44, 0.38] }),
@@ -33,7 +33,7 @@ struct Allowed {
 }
 
 impl Attention {
-    /// The share of a card's peak for heads of so many features, in a call of forward or of backward.
+    /// The share of a card's peak that attention reaches with this head dimension, forward or backward.
     pub fn share(self, card: &Card, tensor_cores: bool, head: usize, backward: bool) -> f64 {
         match self {
             Self::Peak => 1.0,

@@ -17,13 +17,14 @@ pub struct Ceilings {
     pub threads: Option<usize>,
 }
 
-/// Rows, columns and sums of a product that is bound by arithmetic on a CPU, and done in an instant. They double until
-/// a product takes so many seconds, which hides the launch of a kernel.
+/// The side of the square matrices of the first product. It doubles until the product is large enough.
+const FIRST_SIDE: usize = 96;
+/// The smallest side at which a product on a CPU is bound by arithmetic, and the largest side that is tried.
 const SIDE: usize = 768;
 const MOST_SIDE: usize = 6144;
+/// Seconds of a product of at least [`SIDE`] that hide the launch of its kernel.
 const LONG: f64 = 2e-3;
-/// Where a smaller product takes so many seconds, as on an emulated device, it is large enough.
-const FIRST_SIDE: usize = 96;
+/// Seconds after which a product of any side is large enough: an emulated device is that slow.
 const SLOW: f64 = 0.1;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
