@@ -113,9 +113,8 @@ impl Worlds for OverNccl {
         Duration::from_millis(500)
     }
 
-    /// The unique id comes from rank 0.
     fn joined(&self) -> &str {
-        "last in world #2 broadcast(u8, 128, root 0)"
+        "last in world #3 barrier()"
     }
 
     fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
@@ -130,6 +129,8 @@ impl Worlds for OverNccl {
         let ran = World::Threads(ranks).run_with(Options { timeout }, |world| {
             let device = devices[world.rank()].clone();
             let inner = device.nccl(world.communicator().clone(), self.how)?;
+            // A rank that fails at once would stop others before they have joined.
+            world.barrier()?;
             body(Group::from(Arc::new(OnDevice { inner, device }) as Arc<dyn Communicator>))
         });
         Some(ran.map(drop))
