@@ -8,7 +8,8 @@
 ALST (arXiv:2506.13996) publishes lengths, and hardly any memory. benches/published_lengths.toml has these lengths and the tensors of
 a layer's backward in that engine. `--steps 0` says how many parameters the model has. Two numbers are fitted to some rows, and
 the other rows test them: the bytes of a GPU that no tensor of a layer takes, and the bytes of host memory for each parameter.
-The plan of the same settings is of meshwork itself. Needs cargo and Python 3.11.
+A second table holds the memory that the same engine's files note at some lengths against the same counts. The plan of the
+same settings is of meshwork itself. Needs cargo and Python 3.11.
 """
 
 import argparse
@@ -85,19 +86,29 @@ def moments(row):
             yield sum(of[width] * size for _, width, size in moment["tensors"]) + others, moment["name"]
 
 
-def by_gpu(row, parameters, fixed):
-    """The longest sequence that fits into the GPUs, and the moment that limits it."""
-    each, moment = max(moments(row))
+def resident(row, parameters, fixed):
+    """Bytes of a GPU that do not grow with the sequence."""
     model = FACTS["models"][row["model"]]
     of = widths(row)
     layer = 2 * (2 * of["hidden"] * of["queries"] + 2 * of["hidden"] * model["kv_heads"] * (of["queries"] // model["heads"]))
     layer += 2 * 3 * of["hidden"] * of["inner"]
     weights = 0 if row["gpus"] == 1 else 2 * parameters / row["gpus"]  # one GPU has its weights in host memory
     # Of the layer whose backward runs, the whole weights and their gradients.
+    return weights + 2 * layer + fixed
+
+
+def by_gpu(row, parameters, fixed):
+    """The longest sequence that fits into the GPUs, and the moment that limits it."""
+    each, moment = max(moments(row))
     memory = row["used"] * UNITS["GiB"] if "used" in row else FACTS["memory"][row["gpu"]]
-    left = memory - weights - 2 * layer - fixed
     noted = f" of {row['used']} GiB" if "used" in row else ""
-    return row["gpus"] * left / each, f"GPU{noted}, at {moment}"
+    return row["gpus"] * (memory - resident(row, parameters, fixed)) / each, f"GPU{noted}, at {moment}"
+
+
+def memory_at(row, parameters, fixed):
+    """GiB of a GPU at the length of the row."""
+    each, _ = max(moments(row))
+    return (resident(row, parameters, fixed) + each * row["tokens"] / row["gpus"]) / UNITS["GiB"]
 
 
 def by_host(row, parameters, of_parameter):
@@ -113,6 +124,12 @@ def fit(rows, predict, candidates):
     """The candidate whose largest error over these rows is the smallest."""
     worst = lambda candidate: max(abs(predict(row, candidate)[0] / row["tokens"] - 1) for row in rows)
     return min(candidates, key=worst)
+
+
+def settings(row):
+    """The first cells of a line."""
+    ways = ["yes" if row.get(way, True) else "no" for way in ("inputs", "tiled", "fused")]
+    return " | ".join([f"| {row['gpus']} {row['gpu']}", row["model"], *ways])
 
 
 def table(program, plans):
@@ -138,22 +155,40 @@ def table(program, plans):
     of_parameter = fit(of("host"), host, [tenth / 10 for tenth in range(500)])
     yield f"Fitted: {fixed / GB:.1f} GB of a GPU, and {of_parameter:.1f} bytes of host memory for each parameter.\n"
     ours = " | our plan at that length | longest that we plan" if plans else ""
-    yield f"| GPUs | model | inputs offloaded | networks in blocks | fused loss | published | predicted | off by | limit{ours} |"
+    first = "| GPUs | model | inputs offloaded | networks in blocks | fused loss"
+    yield f"{first} | published | predicted | off by | limit{ours} |"
     yield "|---|---|---|---|---|---|---|---|---|" + ("---|---|" if plans else "")
-    missed = []
+    longer = {(row["gpus"], row["model"]): (row["fit"], row["fail"]) for row in FACTS["longer"]}
+    missed, known = [], []
     for row in rows:
         tokens, limit = min(gpu(row, fixed), host(row, of_parameter))
-        off = tokens / row["tokens"] - 1
-        if abs(off) > WITHIN and not row.get("unexplained"):
+        # Where the loss and not memory stopped the source, memory ends between a length that fits and one that fails.
+        fit_too, fail = longer.get((row["gpus"], row["model"]), ([], []))
+        between = fit_too and fail
+        low, high = (max(fit_too), min(fail)) if between else (row["tokens"], row["tokens"])
+        off = tokens / min(max(tokens, low), high) - 1
+        if abs(off) > WITHIN:
             missed.append(f"{row['gpus']} {row['gpu']}, {row['model']}, {row['tokens']:,} tokens: {off:+.0%}")
         rounded = lambda number: float(f"{number:.3g}")
-        yes = lambda what: "yes" if row.get(what, True) else "no"
-        used = " (fitted)" if "fit" in row else ""
+        used = " (fitted)" if "fit" in row else " (between)" if between else ""
+        published = f"{row['tokens']:,}" + (f" (the loss; {low:,} fit, {high:,} do not)" if between else "")
         ours = f" | {row['peak'] / UNITS['GiB']:.1f} GiB | {rounded(row['ours']):,.0f}" if plans else ""
-        yield (
-            f"| {row['gpus']} {row['gpu']} | {row['model']} | {yes('inputs')} | {yes('tiled')} | {yes('fused')} | {row['tokens']:,}"
-            f" | {rounded(tokens):,.0f} | {off:+.1%}{used} | {limit}{ours} |"
-        )
+        whole = {key: value for key, value in row.items() if key != "used"}
+        longest = min(gpu(whole, fixed)[0], host(whole, of_parameter)[0])
+        known += [(True, length <= longest, length / longest) for length in [row["tokens"], *fit_too]]
+        known += [(False, length <= longest, length / longest) for length in fail]
+        yield f"{settings(row)} | {published} | {rounded(tokens):,.0f} | {off:+.1%}{used} | {limit}{ours} |"
+    wrong = [abs(ratio - 1) for fits, predicted, ratio in known if fits != predicted]
+    out = sum(not fits for fits, _, _ in known)
+    yield (
+        f"\n{len(known) - out} lengths are known to fit, and {out} to run out of memory. {len(known) - len(wrong)} of the {len(known)}"
+        f" are predicted so; the others are within\n{max(wrong, default=0):.0%} of the longest length that is predicted to fit."
+    )
+    yield f"\n{first} | tokens | GiB in use, published | predicted | off by |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in FACTS["notes"]:
+        memory = memory_at(row, parameters[row["model"]], fixed)
+        yield f"{settings(row)} | {row['tokens']:,} | {row['used']:.2f} | {memory:.2f} | {memory / row['used'] - 1:+.1%} |"
     if missed:
         sys.exit("error: not within 10%: " + "; ".join(missed))
 
