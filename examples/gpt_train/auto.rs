@@ -70,10 +70,14 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
         }
     }
     measured.sort_by(|a, b| a.1.total_cmp(&b.1));
-    let told: Vec<String> = measured.iter().map(|(mesh, seconds)| format!("{mesh} {:.1} ms", 1e3 * seconds)).collect();
-    let mesh = measured.first().map_or("dp=1", |(mesh, _)| mesh);
+    let told = measured.iter().map(|(mesh, seconds)| format!("{:.1} ms with {mesh}", 1e3 * seconds));
+    let told = told.collect::<Vec<_>>().join(", ");
+    let (mesh, reason) = match measured.first() {
+        Some((mesh, _)) => (&mesh[..], format!("steps took {told}")),
+        None => ("dp=1", "no mesh is predicted to fit into memory".to_owned()),
+    };
     let warned = disturbance.warning().map_or(String::new(), |warning| format!("; {warning}"));
-    Ok((with(mesh), Some(format!("--mesh {mesh}, of a step's time with {}{warned}", told.join(", ")))))
+    Ok((with(mesh), Some(format!("--mesh auto takes {mesh}: {reason}{warned}"))))
 }
 
 /// Meshes of up to so many ranks.
@@ -82,9 +86,18 @@ fn meshes(most: usize) -> Vec<String> {
     for dp in 1..=most {
         for tp in 1..=most / dp {
             for pp in 1..=most / (dp * tp) {
-                all.extend((1..=most / (dp * tp * pp)).map(|cp| format!("dp={dp},tp={tp},pp={pp},cp={cp}")));
+                all.extend(
+                    (1..=most / (dp * tp * pp)).map(|cp| named([("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp)])),
+                );
             }
         }
     }
     all
+}
+
+/// A mesh as `--mesh` reads it: the axes that are cut, or `dp=1`.
+fn named(axes: [(&str, usize); 4]) -> String {
+    let cut = axes.iter().filter(|(_, degree)| *degree > 1).map(|(axis, degree)| format!("{axis}={degree}"));
+    let cut = cut.collect::<Vec<_>>().join(",");
+    if cut.is_empty() { "dp=1".to_owned() } else { cut }
 }

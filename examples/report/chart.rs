@@ -119,20 +119,18 @@ pub(super) fn plot(title: &str, axes: Axes, curves: &[Curve]) -> String {
     let mut svg = open(title);
     let left = frame(&mut svg, &y, &short);
     let x = Scale::over(all().map(|point| point.0), left, WIDTH - right);
-    for tick in x.ticks(5.0) {
-        _ = write!(
-            svg,
-            "<text class=tick text-anchor=middle x={:.1} y={:.1}>{}</text>",
-            x.at(tick),
-            HEIGHT - 10.0,
-            short(if axes.powers { 10f64.powf(tick) } else { tick })
-        );
-    }
-    for (text, anchor, x, y) in [(axes.x, "end", WIDTH - 2.0, HEIGHT - 10.0), (axes.y, "start", 2.0, 12.0)] {
+    let mut text = |anchor: &str, x: f64, y: f64, text: &str| {
         if !text.is_empty() {
             _ = write!(svg, "<text class=tick text-anchor={anchor} x={x:.1} y={y:.1}>{text}</text>");
         }
+    };
+    let room = CHARACTER * axes.x.len() as f64;
+    // The name of the axis is at its end; a number that reaches into it is left out.
+    for tick in x.ticks(5.0).into_iter().filter(|&tick| x.at(tick) < WIDTH - room) {
+        text("middle", x.at(tick), HEIGHT - 10.0, &short(if axes.powers { 10f64.powf(tick) } else { tick }));
     }
+    text("end", WIDTH - 2.0, HEIGHT - 10.0, axes.x);
+    text("start", 2.0, 12.0, axes.y);
     for Curve { run, points, marks } in curves {
         let class = run % 6;
         if *marks != Marks::Line {

@@ -53,9 +53,10 @@ fn an_automatic_mesh_is_the_fastest_that_was_measured() {
     let ended = run(&format!("{SMALL} {UNSAMPLED} --mesh auto --steps 1"));
     assert_eq!(ended.code, Some(0), "{}", ended.err);
     let note = unwrapped(&ended.err);
-    let (_, told) = note.split_once("note: --mesh ").unwrap();
-    let (mesh, times) = told.split_once(", of a step's time with ").unwrap();
-    let (fastest, _) = times.split_once(' ').unwrap();
+    let (_, told) = note.split_once("note: --mesh auto takes ").unwrap();
+    let (mesh, times) = told.split_once(": steps took ").unwrap();
+    let (_, fastest) = times.split_once(" ms with ").unwrap();
+    let fastest = fastest.split([' ', ';', '\n']).next().unwrap().trim_end_matches(',');
     assert_eq!(mesh, fastest, "{note}");
     let ranks: usize = mesh.split(',').map(|axis| axis.split_once('=').unwrap().1.parse::<usize>().unwrap()).product();
     assert!(ranks <= std::thread::available_parallelism().unwrap().get(), "{note}");

@@ -66,9 +66,6 @@ const KNOWN: [(&str, &str); 7] = [
     ("cores", include_str!("../clusters/cores.toml")),
 ];
 
-/// Multiprocessors of the known cards; whitepapers of the A100 and H100 architectures.
-const UNITS: [(&str, f64); 2] = [("a100", 108.0), ("h", 132.0)];
-
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -181,7 +178,6 @@ impl Cluster {
             .map_err(|error| refuse(error.message().to_owned(), "a cluster has [cluster], [card] and [links]"))?;
         let File { cluster, card, links, source, cores, constants } = parsed;
         let known = CARDS.iter().find(|known| known.name == card.name);
-        let units = UNITS.iter().find(|(name, _)| known.is_some_and(|known| known.name.starts_with(name)));
         let number = |what: &str, given: Option<f64>, known: Option<f64>| {
             let value = given.or(known).ok_or_else(|| {
                 let names: Vec<&str> = CARDS.iter().map(|card| card.name).collect();
@@ -212,7 +208,7 @@ impl Cluster {
                 bandwidth: number("bandwidth", card.bandwidth, of(|card| card.bandwidth))?,
                 bf16: number("bf16", card.bf16, of(|card| card.bf16))?,
                 f32: number("f32", card.f32, of(|card| card.f32))?,
-                units: number("units", card.units, units.map(|(_, units)| *units))?,
+                units: number("units", card.units, of(|card| card.units))?,
                 products: card.products,
             },
             inside: link("inside", links.inside, of(|card| card.link), cluster.cards_per_host)?,

@@ -1,6 +1,6 @@
 //! The share of its peaks that a card reaches.
 
-use meshwork::train::config::Card;
+use meshwork::train::config::{Architecture, Card};
 
 /// The operations a second of attention, by a card's peak.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,16 +20,16 @@ pub enum Attention {
 /// number. Backward counts five products as work; products that its kernels recompute are not counted.
 /// `kernels/report.md` has the counts of each kernel, and docs/gpu_performance.md derives these bounds from them.
 const ALLOWED: [(usize, Allowed); 3] = [
-    (64, Allowed { a100: [1.0, 0.71], h100: [0.68, 0.5] }),
-    (128, Allowed { a100: [0.89, 0.62], h100: [0.44, 0.38] }),
-    (256, Allowed { a100: [0.67, 0.4], h100: [0.33, 0.2] }),
+    (64, Allowed { ampere: [1.0, 0.71], hopper: [0.68, 0.5] }),
+    (128, Allowed { ampere: [0.89, 0.62], hopper: [0.44, 0.38] }),
+    (256, Allowed { ampere: [0.67, 0.4], hopper: [0.33, 0.2] }),
 ];
 
 /// Shares of a card's peak, forward and backward.
 #[derive(Clone, Copy)]
 struct Allowed {
-    a100: [f64; 2],
-    h100: [f64; 2],
+    ampere: [f64; 2],
+    hopper: [f64; 2],
 }
 
 impl Attention {
@@ -40,7 +40,10 @@ impl Attention {
             Self::Kernels { f32, .. } if !tensor_cores => f32,
             Self::Kernels { tensor_cores, .. } => {
                 let (_, of) = ALLOWED.iter().find(|(most, _)| head <= *most).unwrap_or(&ALLOWED[ALLOWED.len() - 1]);
-                let allowed = if card.name.starts_with('a') { of.a100 } else { of.h100 };
+                let allowed = match card.architecture {
+                    Architecture::Ampere => of.ampere,
+                    Architecture::Hopper => of.hopper,
+                };
                 tensor_cores * allowed[usize::from(backward)]
             }
         }

@@ -114,7 +114,7 @@ impl AdapterSpec {
         let least = out.iter().product::<usize>().min(input.iter().product());
         if rank == 0 || rank > least {
             return refuse(
-                format!("a rank of {rank} is none of a matrix of {out:?} outputs and {input:?} inputs"),
+                format!("no adapter of a matrix of {out:?} outputs and {input:?} inputs has rank {rank}"),
                 &format!("use a rank of 1 to {least}"),
             );
         }
@@ -309,14 +309,14 @@ mod tests {
         let refused = |weight: &ParamSpec, matrix, rank| adapter(matrix).specs(weight, rank).unwrap_err().to_string();
         let out = weight(&[32, 4, 8], 1, Matrices::new(0, 2));
         let error = refused(&out, None, 33);
-        assert!(error.contains("a rank of 33") && error.contains("use a rank of 1 to 32"), "{error}");
+        assert!(error.contains("has rank 33") && error.contains("use a rank of 1 to 32"), "{error}");
         let error = refused(&out, Some(0), 4);
         assert!(error.contains("holds no matrix 0"), "{error}");
         let experts = weight(&[8, 64, 32], 0, Matrices::new(1, 1));
         let error = refused(&experts, Some(1), 4);
         assert!(error.contains("holds no matrix 1"), "{error}");
         let error = refused(&experts, None, 33);
-        assert!(error.contains("a rank of 33 is none of a matrix of [64] outputs and [32] inputs"), "{error}");
+        assert!(error.contains("no adapter of a matrix of [64] outputs and [32] inputs has rank 33"), "{error}");
         let table = ParamSpec { group: ParamGroup::for_role(Role::Weight), ..out };
         let error = refused(&table, None, 4);
         assert!(error.contains("name weights of linear layers"), "{error}");

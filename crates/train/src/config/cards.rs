@@ -1,5 +1,14 @@
 //! Cards as data: what their makers state.
 
+/// A generation of cards: which kernels run on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    /// Compute capability 8.0.
+    Ampere,
+    /// Compute capability 9.0.
+    Hopper,
+}
+
 /// A card, and the machine that it is in: numbers for each card.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Card {
@@ -7,6 +16,10 @@ pub struct Card {
     pub name: &'static str,
     /// Its maker's name.
     pub title: &'static str,
+    /// Its generation.
+    pub architecture: Architecture,
+    /// Multiprocessors, on which the tiles of a product are computed side by side.
+    pub units: f64,
     /// Bytes of memory.
     pub memory: f64,
     /// Bytes a second read and written in its memory.
@@ -31,6 +44,8 @@ pub struct Card {
 const H100: Card = Card {
     name: "h100",
     title: "NVIDIA H100 SXM5 80 GB",
+    architecture: Architecture::Hopper,
+    units: 132.0,
     memory: 80e9,
     bandwidth: 3.35e12,
     f32: 66.9e12,
@@ -39,8 +54,8 @@ const H100: Card = Card {
     on_machine: 8,
     host: 64e9,
     network: 50e9,
-    source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
-    PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
+    source: "NVIDIA H100 datasheet (SXM) and whitepaper: half of the rates with sparsity; NVLink 900 GB/s both ways \
+    together; PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
 };
 
 /// The cards that are known.
@@ -48,13 +63,15 @@ pub const CARDS: &[Card] = &[
     Card {
         name: "a100",
         title: "NVIDIA A100 SXM4 80 GB",
+        architecture: Architecture::Ampere,
+        units: 108.0,
         bandwidth: 2.039e12,
         f32: 19.5e12,
         bf16: 312e12,
         link: 300e9,
         host: 32e9,
         network: 25e9,
-        source: "NVIDIA A100 datasheet (SXM): NVLink 600 GB/s both ways together; PCIe 4.0 of 16 lanes; DGX A100: 200 Gb/s of InfiniBand a card",
+        source: "NVIDIA A100 datasheet (SXM) and whitepaper: NVLink 600 GB/s both ways together; PCIe 4.0 of 16 lanes; DGX A100: 200 Gb/s of InfiniBand a card",
         ..H100
     },
     H100,

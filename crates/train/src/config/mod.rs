@@ -21,6 +21,7 @@ mod conditions;
 mod context;
 mod device;
 mod effects;
+mod elsewhere;
 mod experts;
 mod fault;
 pub mod keys;
@@ -43,7 +44,7 @@ mod words;
 mod zero;
 
 pub use arguments::{help, parse_all};
-pub use cards::{CARDS, Card, card};
+pub use cards::{Architecture, CARDS, Card, card};
 pub use cli::Args;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint};

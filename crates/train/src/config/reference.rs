@@ -2,6 +2,7 @@
 
 use super::arguments::help;
 use super::cli::command;
+use super::elsewhere;
 use super::keys::{Fallback, Key, SECTIONS, ValueKind};
 use super::settings::show_literal;
 use std::fmt::Write;
@@ -19,7 +20,7 @@ pub fn reference() -> String {
         }
         out.push('\n');
     }
-    out
+    out + &elsewhere::table()
 }
 
 /// The text that `--help` prints.

@@ -1,6 +1,7 @@
 //! The settings of the file and the command line, checked key by key against the [table](super::keys).
 
 use super::cli::Args;
+use super::elsewhere::ours;
 use super::fault::{Fault, choose_from, distance, quoted};
 use super::keys::{self, Fallback, Key, Literal, ValueKind};
 use super::setting::Setting;
@@ -106,7 +107,7 @@ impl Settings {
         let path = if section.is_empty() { name.to_string() } else { format!("{section}.{name}") };
         let shown = format!("{}{origin}", show(&value));
         let Some((_, key)) = keys::find(section, name) else {
-            return self.fault(&path, shown, "unknown key", format!("the nearest is {}", similar(section, name)));
+            return self.fault(&path, shown, "unknown key", similar(section, name));
         };
         let path = format!("{section}.{}", key.name);
         match checked(key, value) {
@@ -282,13 +283,21 @@ fn misfit(kind: ValueKind, value: &Value) -> Option<(String, String)> {
     Some((problem, valid))
 }
 
-/// The known key most like `section.name`: the same name in the nearest section, else the fewest edits over both.
+/// Advice for an unknown key: what another trainer's name of it is here; the same name in the nearest section; the key
+/// of fewest edits. Where no name is within half of its letters, no key is near.
 fn similar(section: &str, name: &str) -> String {
-    let best = keys::all().min_by_key(|(of, key)| {
-        let (sections, names) = (distance(section, of), distance(name, key.name));
-        (if names == 0 { 0 } else { sections + names }, sections)
+    let edits = |key: &Key| distance(name, key.name);
+    let of_keys = keys::all().min_by_key(|(of, key)| {
+        let sections = distance(section, of);
+        (if edits(key) == 0 { 0 } else { sections + edits(key) }, sections)
     });
-    best.map_or_else(String::new, |(section, key)| format!("{section}.{}", key.name))
+    let same = of_keys.filter(|(_, key)| edits(key) == 0);
+    let near = of_keys.filter(|(_, key)| edits(key) <= name.len() / 2);
+    let key = |(section, key): (&str, &Key)| format!("{section}.{}", key.name);
+    match same.map(key).or_else(|| ours(name).map(str::to_owned)).or_else(|| near.map(key)) {
+        Some(key) => format!("the nearest is {key}"),
+        None => "none is near; use --help to see all".to_owned(),
+    }
 }
 
 /// A value as a user would write it in TOML, on one line.

@@ -128,10 +128,17 @@ fn unknown_keys_hear_of_the_nearest() {
         ("steps", "training.steps"),
         ("parallelism.sp", "parallelism.dp"),
         ("validation.evry", "validation.every"),
+        ("training.learning_rat", "optimizer.lr"),
+        ("tensor-model-parallel-size", "parallelism.tp"),
+        ("model.num_attention_heads", "model.num_heads"),
     ] {
         let line = format!("--set {key}=1");
         assert_eq!(refusal(&line), format!("{key} = 1 (from --set): unknown key; the nearest is {near}"));
     }
+    assert_eq!(
+        refusal("--set model.flux_capacity=1"),
+        "model.flux_capacity = 1 (from --set): unknown key; none is near; use --help to see all"
+    );
     let text = "steps = 3\n[training]\nstepz = 5\n[modle]\nnum_heads = 4\n[empty]\n";
     assert_eq!(
         Config::from_toml(text).unwrap_err().to_string(),

@@ -249,7 +249,7 @@ fn what_a_model_has_no_adapter_for_is_refused_with_what_is_valid() {
         ("--set lora.targets=,", "lora.targets = ,: there are no targets"),
         (
             "--set lora.rank=17",
-            "a rank of 17 is none of a matrix of [4, 4] outputs and [16] inputs; use a rank of 1 to 16",
+            "no adapter of a matrix of [4, 4] outputs and [16] inputs has rank 17; use a rank of 1 to 16",
         ),
         ("--set model.freeze=embedding", "model.freeze = embedding: all of the model is frozen beside its adapters"),
         (
