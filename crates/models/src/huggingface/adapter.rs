@@ -7,7 +7,7 @@
 use super::export::{Export, units_of};
 use super::staged::{self, Staged};
 use super::tensors::Tensors;
-use super::{Architecture, Dtype, Error, Lora, Pretrained, content, read_parts};
+use super::{Architecture, Dtype, Error, Lora, Pretrained, content, problem_of, read_parts};
 use crate::families::TensorPart;
 use meshwork_core::hash::{combine, hash};
 use meshwork_tensor::ParamSpec;
@@ -148,17 +148,8 @@ impl PretrainedAdapter {
         let tensors = Tensors::open_file(folder.join(WEIGHTS))?;
         let parameters = of.adapter_parameters(lora)?;
         let parts: BTreeMap<_, _> = parameters.into_iter().map(|of| (of.spec.name, of.parts)).collect();
-        let mut problems = Vec::new();
-        for part in parts.values().flatten() {
-            match tensors.find(&part.tensor) {
-                None => problems.push(format!("{} {:?} is missing", part.tensor, part.shape)),
-                Some(tensor) if tensor.shape != part.shape => problems.push(format!(
-                    "{} is {:?}, and that of this model and rank is {:?}",
-                    part.tensor, tensor.shape, part.shape
-                )),
-                Some(_) => {}
-            }
-        }
+        let problem = |part: &TensorPart| problem_of(&tensors, part, &part.tensor, "that of this model and rank");
+        let mut problems: Vec<String> = parts.values().flatten().filter_map(problem).collect();
         let known = |name: &str| parts.values().flatten().any(|part| part.tensor == name);
         problems
             .extend(tensors.names().filter(|name| !known(name)).map(|name| format!("no target has a tensor {name}")));

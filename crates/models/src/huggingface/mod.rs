@@ -276,26 +276,28 @@ impl Pretrained {
     fn require_tensors(&self) -> Result<(), Error> {
         let (mut problems, mut known) = (Vec::new(), BTreeSet::new());
         for spec in self.architecture.parameters()? {
-            for part in layout::parts(&self.architecture, &spec.name, spec.dims) {
-                let name = self.name(&part);
+            for part in &layout::parts(&self.architecture, &spec.name, spec.dims) {
+                let name = self.name(part);
                 if !known.insert(name.clone()) {
                     continue;
                 }
-                match self.tensors.find(&name) {
-                    None => problems.push(format!("{name} {:?} is missing", part.shape)),
-                    Some(tensor) if tensor.shape != part.shape => {
-                        problems.push(format!("{name} is {:?}, and the model's is {:?}", tensor.shape, part.shape));
-                    }
-                    Some(tensor) => problems.extend(tensor.dtype.as_ref().err().map(|dtype| {
-                        format!("{name} is of the type {dtype}, which is not supported: F32, BF16 and F16 are")
-                    })),
-                }
+                problems.extend(problem_of(&self.tensors, part, &name, "the model's"));
             }
         }
         let extra = self.tensors.names().filter(|&name| !known.contains(name) && !self.is_beside(name));
         problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
         if problems.is_empty() { Ok(()) } else { Err(Error::Tensors(problems)) }
     }
+}
+
+/// Why the tensor of a part cannot be read; `whose` names the shape that it should have.
+fn problem_of(tensors: &Tensors, part: &TensorPart, name: &str, whose: &str) -> Option<String> {
+    let Some(tensor) = tensors.find(name) else { return Some(format!("{name} {:?} is missing", part.shape)) };
+    if tensor.shape != part.shape {
+        return Some(format!("{name} is {:?}, and {whose} is {:?}", tensor.shape, part.shape));
+    }
+    let dtype = tensor.dtype.as_ref().err()?;
+    Some(format!("{name} is of the type {dtype}, which is not supported: F32, BF16 and F16 are"))
 }
 
 /// The elements of a parameter with these parts that `slice` has, as they are stored: padding is zero.

@@ -3,7 +3,7 @@
 
 use crate::{copy, edit, edit_header, refused};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
-use meshwork_models::huggingface::{Pretrained, not_of_mixtral};
+use meshwork_models::huggingface::{Lora, Pretrained, PretrainedAdapter, not_of_mixtral};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_testkit::Rng;
 use serde_json::json;
@@ -111,6 +111,32 @@ fn missing_extra_and_misshapen_tensors_are_listed_together() {
         refused(&integers)
             .contains("transformer.ln_f.weight is of the type I32, which is not supported: F32, BF16 and F16 are")
     );
+}
+
+/// A tensor of doubles was read as numbers of 4 bytes: other numbers, without a word.
+#[test]
+fn tensors_that_an_adapter_does_not_have_are_listed_together() {
+    let of = *Pretrained::open(copy("llama_scaled").path()).unwrap().architecture();
+    let adapter = copy("../lora/llama_scaled");
+    let lora = Lora::open(adapter.path()).unwrap().0;
+    assert!(PretrainedAdapter::open(adapter.path(), &of, &lora).is_ok());
+    let in_layer = |name: &str| format!("base_model.model.model.layers.0.{name}.weight");
+    edit_header(&adapter.path().join("adapter_model.safetensors"), |header| {
+        let header = header.as_object_mut().unwrap();
+        let moved = header.remove(&in_layer("self_attn.v_proj.lora_A")).unwrap();
+        header.insert(in_layer("self_attn.k_proj.lora_A"), moved);
+        header[&in_layer("self_attn.q_proj.lora_A")]["shape"] = json!([16, 4]);
+        header[&in_layer("mlp.up_proj.lora_B")]["dtype"] = json!("F64");
+    });
+    let told = PretrainedAdapter::open(adapter.path(), &of, &lora).map(drop).unwrap_err().to_string();
+    for problem in [
+        format!("{} [4, 16] is missing", in_layer("self_attn.v_proj.lora_A")),
+        format!("no target has a tensor {}", in_layer("self_attn.k_proj.lora_A")),
+        format!("{} is [16, 4], and that of this model and rank is [4, 16]", in_layer("self_attn.q_proj.lora_A")),
+        format!("{} is of the type F64, which is not supported", in_layer("mlp.up_proj.lora_B")),
+    ] {
+        assert!(told.contains(&problem), "{told}");
+    }
 }
 
 #[test]
