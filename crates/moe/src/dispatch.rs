@@ -38,7 +38,8 @@
 //!
 //! On a device without values, the counts assume an even load: the tokens of every sample are spread evenly over the
 //! experts, and the number of tokens sent to a rank is the mean over all choices of k experts. Or they assume that all
-//! tokens choose the experts of this rank ([`Device::takes_all`]).
+//! tokens choose the experts of this rank ([`Device::takes_all`]): what else a token chooses is then on as many other
+//! ranks as can be.
 
 mod chunk;
 mod counts;

@@ -47,8 +47,8 @@ impl Counts {
                 let others = num_experts - held;
                 let mut experts: Vec<usize> = even(seq * there, others).collect();
                 experts.splice(rank * held..rank * held, even(seq * here, held));
-                let mut tokens = vec![spread(seq, there, others.max(1), held); ranks];
-                tokens[rank] = seq;
+                let mut tokens: Vec<usize> = even(seq * there.min(ranks - 1), ranks - 1).collect();
+                tokens.insert(rank, seq);
                 (experts, tokens)
             }
         };
