@@ -15,6 +15,48 @@ fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&
     parts
 }
 
+/// One run of bytes in each of some equal chunks of memory.
+struct Runs {
+    /// Bytes of a chunk.
+    every: usize,
+    /// The first byte of its run.
+    start: usize,
+    /// Bytes of a run.
+    len: usize,
+}
+
+impl Runs {
+    /// Those of `range`, in chunks of `extent` times `inner` elements of the type of `x`.
+    fn new(x: &Buffer, extent: usize, inner: usize, range: Range<usize>) -> Self {
+        let unit = inner * x.dtype().size();
+        Self { every: extent * unit, start: range.start * unit, len: range.len() * unit }
+    }
+
+    fn of<'a>(&self, chunk: &'a [u8]) -> &'a [u8] {
+        &chunk[self.start..][..self.len]
+    }
+
+    /// Bytes of the chunks that a thread takes at once.
+    fn wide_piece(&self) -> usize {
+        self.every * (PIECE / self.every).max(1)
+    }
+
+    /// Bytes of the runs in these chunks.
+    fn narrow_piece(&self) -> usize {
+        self.wide_piece() / self.every * self.len
+    }
+
+    /// Copies runs. Short ones are a move each: a call for each would take longer than all that is moved.
+    fn copy<'a>(&self, pairs: impl Iterator<Item = (&'a mut [u8], &'a [u8])>) {
+        match self.len {
+            2 => pairs.for_each(|(to, from)| to[..2].copy_from_slice(&from[..2])),
+            4 => pairs.for_each(|(to, from)| to[..4].copy_from_slice(&from[..4])),
+            8 => pairs.for_each(|(to, from)| to[..8].copy_from_slice(&from[..8])),
+            _ => pairs.for_each(|(to, from)| to.copy_from_slice(from)),
+        }
+    }
+}
+
 impl Cpu {
     /// [`Layout::pack_nonzeros`], on bit patterns.
     fn pack_patterns<P: Pattern + Pod + Send + Sync>(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
@@ -71,24 +113,29 @@ impl Layout for Cpu {
     }
 
     fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
-        let mut out = self.alloc(x.dtype(), outer * range.len() * inner)?;
-        let unit = inner * x.dtype().size();
-        let part = range.len() * unit;
-        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
-        for i in 0..outer {
-            to[i * part..][..part].copy_from_slice(&from[(i * extent + range.start) * unit..][..part]);
+        let (mut out, runs) = (self.alloc(x.dtype(), outer * range.len() * inner)?, Runs::new(x, extent, inner, range));
+        if runs.len == 0 {
+            return Ok(out);
         }
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for_each(to.chunks_mut(runs.narrow_piece()).zip(from.chunks(runs.wide_piece())), |(to, from)| {
+            runs.copy(to.chunks_exact_mut(runs.len).zip(from.chunks_exact(runs.every).map(|wide| runs.of(wide))));
+        });
         Ok(out)
     }
 
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
-        let mut out = self.zeros(x.dtype(), outer * extent * inner)?;
-        let unit = inner * x.dtype().size();
-        let part = range.len() * unit;
-        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
-        for i in 0..outer {
-            to[(i * extent + range.start) * unit..][..part].copy_from_slice(&from[i * part..][..part]);
+        let runs = Runs::new(x, extent, inner, range);
+        if runs.len == 0 {
+            return self.zeros(x.dtype(), outer * extent * inner);
         }
+        let mut out = self.alloc(x.dtype(), outer * extent * inner)?;
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for_each(to.chunks_mut(runs.wide_piece()).zip(from.chunks(runs.narrow_piece())), |(to, from)| {
+            to.fill(0);
+            let wide = to.chunks_exact_mut(runs.every).map(|wide| &mut wide[runs.start..][..runs.len]);
+            runs.copy(wide.zip(from.chunks_exact(runs.len)));
+        });
         Ok(out)
     }
 

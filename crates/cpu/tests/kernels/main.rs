@@ -9,6 +9,7 @@ mod float;
 mod gelu;
 mod grouped;
 mod indexing;
+mod layout;
 mod loss;
 mod matmul;
 mod norm;
