@@ -372,3 +372,38 @@ fn for_each_run(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which element of the tensor lies at each place of a slice.
+    fn places(dims: &[usize], ranges: [Range<usize>; 3], stored: &[usize]) -> (Vec<Option<usize>>, usize) {
+        let part = &TensorPart::same("w", dims, dims)[0];
+        let slice = LocalSlice { stored: stored.into(), ranges: ranges.to_vec() };
+        let (mut found, mut runs) = (vec![None; slice.stored.count()], 0);
+        for_each_run(part, &slice, &part.within(&slice.ranges), |start, base, places| {
+            runs += 1;
+            places.iter().enumerate().for_each(|(at, place)| found[base + place] = Some(start + at));
+            Ok(())
+        })
+        .unwrap();
+        (found, runs)
+    }
+
+    #[test]
+    fn a_slice_has_padding_behind_each_of_its_rows() {
+        let (found, _) = places(&[2, 3, 4], [0..2, 1..3, 2..4], &[2, 3, 3]);
+        let row = |first| [Some(first), Some(first + 1), None];
+        let none = [None; 3];
+        assert_eq!(found, [row(6), row(10), none, row(18), row(22), none].concat());
+    }
+
+    /// More elements than are read at once: each of them once, in its place.
+    #[test]
+    fn large_tensors_are_read_in_several_runs() {
+        let dims = [3, RUN / 2, 1];
+        let (found, runs) = places(&dims, [0..3, 0..RUN / 2, 0..1], &dims);
+        assert!(runs > 1 && found.iter().enumerate().all(|(at, found)| *found == Some(at)), "{runs} runs");
+    }
+}

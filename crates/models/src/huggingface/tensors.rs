@@ -115,6 +115,9 @@ struct Entry {
     data_offsets: [u64; 2],
 }
 
+/// Elements of a tensor that are hashed at once.
+const CHUNK: usize = 1 << 22;
+
 /// A header is refused above this: the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
 
@@ -290,7 +293,6 @@ impl Tensors {
 
     /// Reads all bytes of a tensor, with its type and extents in front, so many at a time.
     pub(super) fn for_each_chunk(&self, name: &str, mut visit: impl FnMut(&[u8])) -> Result<(), Error> {
-        const CHUNK: usize = 1 << 22;
         let Some(tensor) = self.by_name.get(name) else { return Ok(()) };
         visit(format!("{:?} {:?}", tensor.dtype, tensor.shape).as_bytes());
         let (count, (mut bytes, mut values)) = (tensor.shape.iter().product::<usize>(), Default::default());
@@ -321,5 +323,23 @@ impl Tensors {
         self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         dtype.decode(bytes, out);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_bytes_of_a_large_tensor_are_visited() {
+        let bytes: Vec<u8> = (0..2 * (CHUNK + 5)).map(|at| (at % 251) as u8).collect();
+        let header = format!(r#"{{"w":{{"dtype":"F16","shape":[{}],"data_offsets":[0,{}]}}}}"#, CHUNK + 5, bytes.len());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(SINGLE);
+        std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &bytes].concat()).unwrap();
+        let mut chunks = Vec::new();
+        Tensors::open_file(path).unwrap().for_each_chunk("w", |chunk| chunks.push(chunk.to_vec())).unwrap();
+        assert_eq!(chunks.len(), 3, "the type and extents, and two chunks of elements");
+        assert!(chunks[1..].concat() == bytes);
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{copy, edit, edit_header, refused};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
-use meshwork_models::huggingface::{Lora, Pretrained, PretrainedAdapter, not_of_mixtral};
+use meshwork_models::huggingface::{Dtype, Lora, Pretrained, PretrainedAdapter, not_of_mixtral};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_testkit::Rng;
 use serde_json::json;
@@ -137,6 +137,36 @@ fn tensors_that_an_adapter_does_not_have_are_listed_together() {
     ] {
         assert!(told.contains(&problem), "{told}");
     }
+}
+
+/// The folder of GPT-2 that most people have is one without the prefix: the same weights, and the same hash of them.
+#[test]
+fn a_folder_without_the_prefix_is_the_same_model() {
+    let (with, without) = (copy("gpt2"), copy("gpt2"));
+    edit_header(&without.path().join("model.safetensors"), |header| {
+        let entries = std::mem::take(header.as_object_mut().unwrap());
+        let bare = |name: String| name.strip_prefix("transformer.").map_or(name.clone(), str::to_owned);
+        *header = entries.into_iter().map(|(name, entry)| (bare(name), entry)).collect();
+    });
+    let [with, without] = [with, without].map(|folder| (Pretrained::open(folder.path()).unwrap(), folder));
+    assert_eq!(with.0.hash().unwrap(), without.0.hash().unwrap());
+    for spec in with.0.architecture().parameters().unwrap() {
+        let slice = LocalSlice::whole(spec.dims);
+        assert_eq!(with.0.read(&spec, &slice).unwrap(), without.0.read(&spec, &slice).unwrap(), "{}", spec.name);
+    }
+}
+
+#[test]
+fn the_type_of_a_folder_is_that_of_all_its_weights() {
+    let folder = copy("gpt2");
+    assert_eq!(Pretrained::open(folder.path()).unwrap().dtype(), Some(Dtype::F32));
+    edit_header(&folder.path().join("model.safetensors"), |header| {
+        let norm = &mut header["transformer.ln_f.weight"];
+        let [from, to] = [0, 1].map(|at| norm["data_offsets"][at].as_u64().unwrap());
+        norm["dtype"] = json!("F16");
+        norm["data_offsets"] = json!([from, (from + to) / 2]);
+    });
+    assert_eq!(Pretrained::open(folder.path()).unwrap().dtype(), None);
 }
 
 #[test]

@@ -126,6 +126,27 @@ fn what_is_no_folder_of_a_model_is_named() {
     assert!(refused(&both).contains("a LORA adapter"), "{}", refused(&both));
 }
 
+/// With the defaults of PEFT for what is not said.
+#[test]
+fn the_settings_of_an_adapter_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = |config: Value| {
+        fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+        Lora::open(folder.path()).unwrap().0
+    };
+    let lora = |rank, alpha, rslora, dropout, targets: &[&str]| {
+        let targets = targets.iter().map(|&target| target.to_owned()).collect();
+        Lora { rank, alpha, rslora, dropout, targets }
+    };
+    let least = json!({"peft_type": "LORA", "target_modules": "all-linear"});
+    assert_eq!(open(least), lora(8, 8.0, false, 0.0, &["all-linear"]));
+    let all = json!({
+        "peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": true, "lora_dropout": 0.25,
+        "target_modules": ["q_proj", "mlp.up_proj"], "target_parameters": ["mlp.down_proj.weight"],
+    });
+    assert_eq!(open(all), lora(4, 6.0, true, 0.25, &["q_proj", "mlp.up_proj", "mlp.down_proj"]));
+}
+
 #[test]
 fn an_adapter_with_settings_of_another_kind_is_refused_by_their_names() {
     let folder = tempfile::tempdir().unwrap();

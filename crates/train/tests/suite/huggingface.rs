@@ -393,6 +393,36 @@ fn mixed_precision_and_offloaded_weights_are_exported_as_a_checkpoint_has_them()
     }
 }
 
+/// A rate of zero changes nothing: the numbers of a folder leave as they came, through the masters of a run in 16 bits.
+/// Ranks keep other slices of masters than of weights.
+#[test]
+fn a_folder_leaves_a_run_without_a_rate_bit_by_bit() {
+    for (name, mesh, more) in [
+        ("llama_scaled", "dp=1", "bf16"),
+        ("gpt2", "dp=2,tp=2", "bf16 --set parallelism.zero_stage=1"),
+        ("mixtral", "dp=2,ep=2", "bf16 --set parallelism.zero_stage=3"),
+        ("llama_tied_f16_shards", "dp=2,pp=2", "f16 --set parallelism.zero_stage=2"),
+        ("llama_scaled", "dp=2", "bf16 --set memory.offload=optimizer --set parallelism.zero_stage=1"),
+    ] {
+        let temporary = tempfile::tempdir().unwrap();
+        let (out, disk) = (temporary.path().join("model"), temporary.path().display());
+        let offload = if more.contains("offload") { format!("--set memory.offload_dir={disk}") } else { String::new() };
+        let settings = "--set training.global_batch_size=2 --set training.steps=1 --set optimizer.lr=0";
+        let export = format!("{offload} --set checkpoint.export={}", out.display());
+        let line = format!("--mesh {mesh} {settings} --set training.dtype={more} {export}");
+        let data = Data::from_tokens(wanted(name).0[..13].to_vec(), 12);
+        train(&parse(name, &line).unwrap(), &data, None, &AtomicBool::new(false))
+            .unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"));
+        let [came, left] = [folder(name), out].map(|folder| Pretrained::open(&folder).unwrap());
+        assert_eq!(came.dtype(), left.dtype());
+        for spec in came.architecture().parameters().unwrap() {
+            let slice = LocalSlice::whole(spec.dims);
+            let [came, left] = [&came, &left].map(|of| of.read(&spec, &slice).unwrap());
+            assert!(came == left, "{name} on {mesh}, {more}: {}", spec.name);
+        }
+    }
+}
+
 /// A weight that the type of the export does not have ends the run on every rank, and nothing is written.
 #[test]
 fn weights_that_are_no_numbers_are_not_exported() {

@@ -159,6 +159,23 @@ fn trained(name: &str, mesh: &str, more: &str) -> (TempDir, PathBuf) {
     (folder, out)
 }
 
+/// Beside the weights of a folder the values of a new adapter are drawn by `training.seed`.
+#[test]
+fn a_new_adapter_begins_as_its_seed_says() {
+    let begun = |mesh: &str, seed: u64| {
+        let more = format!("--set optimizer.lr=0 --set training.seed={seed}");
+        let (_folder, adapter) = trained("llama_scaled", mesh, &more);
+        tensors(&adapter.join("adapter_model.safetensors"))
+    };
+    let one = begun("dp=1", 1);
+    assert!(one == begun("tp=2,pp=2", 1));
+    for (name, other) in begun("dp=1", 2) {
+        let is_zero = name.contains("lora_B");
+        assert!(one[&name].iter().all(|&value| (value == 0.0) == is_zero), "{name}");
+        assert_eq!(one[&name] == other, is_zero, "{name}");
+    }
+}
+
 /// mcore-bridge #173: with sequence parallelism each rank of tp trained its own copy of the whole factor, on its slice
 /// of the sequence, and one of them was exported. Here the gradient of such a read is Partial, and is summed.
 #[test]
