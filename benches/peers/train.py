@@ -1,7 +1,7 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
 `--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
 `--experts N --top-k K --form loop|grouped`: that Llama with N experts in each block, K of them for a token.
-`--lora N`: GPT-2 frozen, with adapters of rank N beside its linear layers, by peft.
+`--lora N`: the model frozen, with adapters of rank N beside its linear layers, by peft; of experts beside their two weights (`target_parameters`).
 `--loss-chunk N --chunks function|checkpoint`: GPT-2 with the logits of N tokens at a time.
 `--device cuda`: on the first GPU, with the fused AdamW, and a last line that says how much of its memory was in use at most."""
 
@@ -25,8 +25,11 @@ model = llama.Llama(work, args.kv_heads, args.ffn, network) if args.kv_heads els
 if args.lora:
     import peft
 
-    layers = ["qkv.0", "attention.out", "up", "down"]
-    model = peft.get_peft_model(model, peft.LoraConfig(r=args.lora, lora_alpha=16, target_modules=layers))
+    layers = ["qkv", "attention.out", "gate_up", "down"] if args.kv_heads else ["qkv.0", "attention.out", "up", "down"]
+    # The weights of experts are parameters, and no layers.
+    weights = ["ffn.gate_up", "ffn.down"] if args.experts else None
+    layers = layers[:2] if args.experts else layers
+    model = peft.get_peft_model(model, peft.LoraConfig(r=args.lora, lora_alpha=16, target_modules=layers, target_parameters=weights))
 model.to(args.device)
 optimizer = gpt.adamw(model, fused=cuda)
 batches = gpt.Batches(work)
