@@ -5,9 +5,10 @@
 //! ([`BASE_HASH`]), by which it is refused on others.
 
 use super::export::{Export, units_of};
+use super::slices::{problem_of, read_parts};
 use super::staged::{self, Staged};
 use super::tensors::Tensors;
-use super::{Architecture, Dtype, Error, Lora, Pretrained, content, problem_of, read_parts};
+use super::{Architecture, Dtype, Error, Lora, Pretrained, content};
 use crate::families::TensorPart;
 use meshwork_core::hash::{combine, hash};
 use meshwork_tensor::ParamSpec;

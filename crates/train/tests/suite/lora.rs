@@ -1,5 +1,7 @@
 //! `[lora]`: adapters of PEFT go in, train as in PyTorch with `peft`, and come out, alone or merged, on any mesh.
 //! `crates/models/tests/fixtures/make_lora_fixtures.py` says what was recorded.
+//!
+//! More than 400 lines: one test per promise of the section on adapters in `docs/finetune.md`.
 
 use meshwork_engine::dry_run;
 use meshwork_models::huggingface::{Lora, PretrainedAdapter};
