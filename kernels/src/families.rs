@@ -51,9 +51,11 @@ pub(crate) const fn same(a: &str, b: &str) -> bool {
 }
 
 /// `name(pass Type name, ..) in file, Geometry;` for each kernel. A kernel with a 16-bit form names it last, with its
-/// geometry: in that form `T` is 16 bits instead of f32, and an extra last argument says whether the type is f16.
+/// geometry: in that form `T` is 16 bits instead of f32, and an extra last argument says whether the type is f16. After
+/// `&` come other kernels with the same arguments, each with its geometry.
 macro_rules! kernels {
-    ($($name:ident $args:tt in $file:ident, $geometry:expr $(, $half:ident = $half_geometry:expr)?;)*) => {
+    ($($name:ident $args:tt in $file:ident, $geometry:expr $(, $half:ident = $half_geometry:expr)?
+        $(, & $same:ident = $same_geometry:expr)*;)*) => {
         /// All kernels.
         pub static KERNELS: &[Kernel] = &[$(
             Kernel {
@@ -68,6 +70,12 @@ macro_rules! kernels {
                 geometry: $half_geometry,
                 args: arguments!(Bits16 $args Value I32 f16),
             },)?
+            $(Kernel {
+                name: stringify!($same),
+                source: source(concat!(stringify!($file), ".cu")),
+                geometry: $same_geometry,
+                args: arguments!(F32 $args),
+            },)*
         )*];
     };
 }
@@ -210,21 +218,9 @@ kernels! {
     sqrt_forward(In F32 x, Out F32 out, Value I64 count) in elementwise, FOURS_OF_F32;
     sqrt_backward(In F32 dy, In F32 x, Out F32 dx, Value I64 count) in elementwise, FOURS_OF_F32;
     zip_add(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_sub(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_mul(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_div(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_keep(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_drop(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_second(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
-    zip_greater(In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 extent,
-        Divisor I64 inner) in elementwise, FOURS_OF_F32;
+        Divisor I64 inner) in elementwise, FOURS_OF_F32,
+        & zip_sub = FOURS_OF_F32, & zip_mul = FOURS_OF_F32, & zip_div = FOURS_OF_F32, & zip_keep = FOURS_OF_F32,
+        & zip_drop = FOURS_OF_F32, & zip_second = FOURS_OF_F32, & zip_greater = FOURS_OF_F32;
     relu_forward(In F32 x, Out F32 out, Out U8 above, Value I64 count) in elementwise, BYTES;
     relu_backward(In F32 dy, In U8 above, Out F32 dx, Value I64 count) in elementwise, BYTES;
     sum_dim(In F32 x, Out F32 out, Value I64 count, Divisor I64 outer, Value I64 extent, Divisor I64 inner,
@@ -381,21 +377,8 @@ kernels! {
         Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 };
-    attention_forward_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 };
-    attention_forward_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, In I32 firsts, Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 16 };
+        In I32 lengths) in attention_forward, Geometry::Tiles { rows: 32 },
+        & attention_forward_128 = Geometry::Tiles { rows: 32 }, & attention_forward_256 = Geometry::Tiles { rows: 16 };
     attention_join(In F32 part, In F32 lse, In F32 part_lse, Out F32 out, Value I64 count, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim) in attention_forward, ELEMENTS;
     attention_join_lse(In F32 part_lse, Out F32 lse, Value I64 rows) in attention_forward, ELEMENTS;
@@ -408,23 +391,8 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(64);
-    attention_backward_q_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
-        In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
-        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
-        Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(128);
-    attention_backward_q_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
-        In F32 dots, Out F32 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
-        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
-        Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(256);
+        In I32 lengths) in attention_backward, attention_backward(64),
+        & attention_backward_q_128 = attention_backward(128), & attention_backward_q_256 = attention_backward(256);
     attention_backward_kv_64(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
@@ -432,23 +400,8 @@ kernels! {
         Value I32 rounded, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
         Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(64);
-    attention_backward_kv_128(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
-        In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
-        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
-        Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(128);
-    attention_backward_kv_256(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
-        In F32 dots, Out F32 dk, Out F32 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p,
-        Value F32 kept, Value I64 first_sample, Value I64 first_head, Value I64 global_heads, In I32 firsts,
-        Value I32 rounded, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window, Value I64 first_key,
-        Value I64 sequence, Value F32 cap_by, Value F32 cap_back, In F32 slopes, In F32 bias, Value I64 ahead,
-        In I32 lengths) in attention_backward, attention_backward(256);
+        In I32 lengths) in attention_backward, attention_backward(64),
+        & attention_backward_kv_128 = attention_backward(128), & attention_backward_kv_256 = attention_backward(256);
     attention_bias_backward(In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, In F32 dout, In F32 lse,
         In F32 dots, Out F32 dbias, Value I64 batch, Divisor I64 blocks, Value I32 accumulate, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Divisor I32 head_dim, Value F32 scale,
@@ -461,136 +414,69 @@ kernels! {
     flash_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(4, 128, 64, 128 + 4 * 32);
-    flash_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(8, 128, 128, 128 + 4 * 64);
-    flash_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(8, 128, 256, 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(4, 128, 64, 128 + 4 * 32),
+        & flash_forward_128 = flash(8, 128, 128, 128 + 4 * 64), & flash_forward_256 = flash(8, 128, 256, 128 + 4 * 16);
     flash_dropout_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(4, 128, 64, 128 + 4 * 32);
-    flash_dropout_forward_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(8, 128, 128, 128 + 4 * 64);
-    flash_dropout_forward_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(8, 128, 256, 128 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_forward, flash(4, 128, 64, 128 + 4 * 32),
+        & flash_dropout_forward_128 = flash(8, 128, 128, 128 + 4 * 64),
+        & flash_dropout_forward_256 = flash(8, 128, 256, 128 + 4 * 16);
     flash_dots(InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq,
         Divisor I64 heads, Eights I64 head_dim) in flash_backward, ELEMENTS;
     flash_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
-    flash_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
-        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 128, 2 * 128 + 4 * 32);
-    flash_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
-        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 128, 256, 2 * 128 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32),
+        & flash_backward_q_128 = flash(4, 128, 128, 2 * 128 + 4 * 32),
+        & flash_backward_q_256 = flash(8, 128, 256, 2 * 128 + 4 * 16);
     flash_dropout_backward_q_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
         Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
-    flash_dropout_backward_q_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
-        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 32);
-    flash_dropout_backward_q_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq,
-        Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32),
+        & flash_dropout_backward_q_128 = flash(8, 128, 128, 2 * 128 + 4 * 32),
+        & flash_dropout_backward_q_256 = flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32);
-    flash_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 32);
-    flash_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward, flash(4, 128, 64, 2 * 128 + 4 * 32),
+        & flash_backward_kv_128 = flash(8, 128, 128, 2 * 128 + 4 * 32),
+        & flash_backward_kv_256 = flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_dropout_backward_kv_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window,
         Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 64, 2 * 128 + 4 * 32);
-    flash_dropout_backward_kv_128(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 128, 2 * 128 + 4 * 16);
-    flash_dropout_backward_kv_256(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
-        InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window,
-        Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample, Value I64 first_head,
-        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 64, 256, 2 * 64 + 4 * 16);
+        Value I64 global_heads, Value I64 first_key, Value I64 sequence) in flash_backward, flash(8, 128, 64, 2 * 128 + 4 * 32),
+        & flash_dropout_backward_kv_128 = flash(8, 128, 128, 2 * 128 + 4 * 16),
+        & flash_dropout_backward_kv_256 = flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
         Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;
     flash_forward_sm90_64(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(64, 128 + 4 * 128, 2, 0);
-    flash_forward_sm90_128(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
-        Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(128, 128 + 4 * 128, 2, 0);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(64, 128 + 4 * 128, 2, 0),
+        & flash_forward_sm90_128 = flash_sm90(128, 128 + 4 * 128, 2, 0);
     flash_backward_sm90_q_64(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0);
-    flash_backward_sm90_q_128(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0),
+        & flash_backward_sm90_q_128 = flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
     flash_backward_sm90_kv_64(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
         Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64);
-    flash_backward_sm90_kv_128(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
-        Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
-        Eights I32 head_dim, Value F32 scale,
-        In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_backward_sm90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64),
+        & flash_backward_sm90_kv_128 = flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
     route_rank(In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups,
         Value I64 group_best, Value I64 width, Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I32 normalise,
         Value F32 scale, Out F32 weights, Value I64 tokens) in routing, Geometry::Warps;
