@@ -262,8 +262,10 @@ fn one_head<T: Tiled>(
                 let live = keys.start..keys.end.min(past + rows.end);
                 let at = (first - queries.start) * STRIDE;
                 let (p, ds) = (&mut p[at..][..height * STRIDE], &mut ds[at..][..height * STRIDE]);
+                // Whole vectors, for masked stores are slow on some CPUs; what lies behind the last key is replaced.
+                let vectors = live.start..live.start + live.len().next_multiple_of(tiles.lanes);
                 for (a, b, to) in [(q, kt, &mut *p), (g, vt, &mut *ds)] {
-                    let b = (b, 0..head_dim, live.clone());
+                    let b = (b, 0..head_dim, vectors.clone());
                     tiles.times(height, a.from(first, 0), b, RowsMut::new(to, STRIDE), Update::Overwrite, ahead);
                 }
                 let factors = dropout.map(|(mask, start)| {
