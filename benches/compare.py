@@ -99,9 +99,9 @@ def run_row(row, makers, alternations):
     return result
 
 
-def compare(rows, makers, alternations, path, cores):
+def compare(rows, makers, alternations, path, cores, instructions=None):
     """Runs rows and writes the results after each; returns them all, those of earlier calls too."""
-    facts = machine.hardware(cores)
+    facts = machine.hardware(cores, instructions)
     found = results.load(path.with_name(path.name + ".json"))
     found = found | {
         "date": datetime.date.today().isoformat(),
@@ -163,12 +163,13 @@ def self_test():
     rows, _ = definitions(text)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results" / "run"
-        compare(rows, programs.Programs(2, folder=Path(folder)), 1, path, None)
+        compare(rows, programs.Programs(2, folder=Path(folder)), 1, path, None, "avx2")
         found = results.load(path.with_name("run.json"))
         reached = {line.measure: line.reached for line in results.lines("a mesh", found["rows"]["a mesh"])}
         assert reached == {"tokens_per_s": True, "first_step_s": True, "peak_rss_mib": False}, reached
         assert "dp = 3" in found["rows"]["a failure"]["error"], found["rows"]["a failure"]
         shown = path.with_name("run.md").read_text(encoding="utf-8")
+        assert "both sides kept to avx2; no products of bf16" in shown, shown
         assert shown.count("\n| a mesh |") == 3 and "| a failure | failed:" in shown, shown
         # A row of a later call stands beside the earlier ones.
         compare(rows[1:], programs.Programs(2, folder=Path(folder)), 1, path, None)
@@ -235,7 +236,7 @@ def main():
     rows = [shortened(row) for row in rows] if args.quick else rows
     try:
         makers = programs.Programs(settings["threads"], python, environment=limits.get(args.instructions))
-        found = compare(rows, makers, alternations, path, cores)
+        found = compare(rows, makers, alternations, path, cores, args.instructions)
     except KeyboardInterrupt:
         say(f"\nstopped; the rows that were finished are in {path}.md")
         return 130

@@ -174,9 +174,10 @@ def main():
             ways[name]["ratios"].append(time / base)
             if any(abs(total(a) - total(b)) > 0.05 * total(b) for a, b in zip(predicted, measured)):
                 off.append(name)
-    facts = machine.hardware(2)
+    facts = machine.hardware(2, os.environ.get("MESHWORK_SIMD"))
     bf16 = "with" if facts["bf16_products"] else "without"
-    on = f"Measured on 2 cores of {facts['cpu']}, {bf16} instructions for products of bf16:"
+    kept = f" kept to {facts['instructions']}" if facts["instructions"] else ""
+    on = f"Measured on 2 cores of {facts['cpu']}{kept}, {bf16} instructions for products of bf16:"
     shown = "\n".join([on, "", *table(ways, dp)])
     print(shown)
     drawing = "\n".join(picture(ways, args.mesh)) + "\n"

@@ -32,8 +32,8 @@ def bind(threads):
     return chosen
 
 
-def hardware(cores):
-    """Facts of this machine, `cores` being those in use."""
+def hardware(cores, instructions=None):
+    """Facts of this machine, `cores` being those in use, and `instructions` all vector instructions in use if the CPU has more."""
     model = re.search(r"^model name\s*: (.+)$", read("/proc/cpuinfo"), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", read("/proc/meminfo"), re.MULTILINE)
     huge = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled"))
@@ -43,7 +43,8 @@ def hardware(cores):
         "cores_used": cores,
         "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
         "huge_pages": huge.group(1) if huge else None,
-        "bf16_products": "avx512_bf16" in read("/proc/cpuinfo"),  # instructions for them; without, an f32 product behind conversions
+        "instructions": instructions,
+        "bf16_products": instructions in (None, "avx512") and "avx512_bf16" in read("/proc/cpuinfo"),  # instructions for them; without, an f32 product behind conversions
         "system": f"{platform.system()} {platform.release()}",
     }
 

@@ -153,7 +153,8 @@ def markdown(results):
     yield ""
     yield f"{facts['cpu']}, {facts['cores']} cores, both sides on cores {facts['cores_used']}; {facts['memory_gib']} GiB; {huge};"
     bf16 = {True: "products of bf16; ", False: "no products of bf16; ", None: ""}[facts.get("bf16_products")]
-    yield f"{bf16}{facts['system']}. Peers: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
+    kept = f"both sides kept to {facts['instructions']}; " if facts.get("instructions") else ""
+    yield f"{kept}{bf16}{facts['system']}. Peers: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
     yield ""
     yield f"    {results['command']}"
     yield ""
