@@ -346,13 +346,16 @@ fn softmax_backward<T: Float>(
     let vectors = seen.end.div_ceil(VECTOR);
     for (at, (p, ds)) in p[..vectors].iter_mut().zip(&mut ds[..vectors]).enumerate() {
         let [hidden, shown] = [seen.start, seen.end].map(|key| key as i32 - (at * VECTOR) as i32);
-        for l in 0..VECTOR {
-            let probability = (p[l] * of_scores - lse).exp();
-            let gradient = probability * (ds[l] - d) * scale;
-            let is_seen = (hidden <= l as i32) & ((l as i32) < shown);
+        let probability: [T; VECTOR] = std::array::from_fn(|l| (p[l] * of_scores - lse).exp());
+        let gradient: [T; VECTOR] = std::array::from_fn(|l| probability[l] * (ds[l] - d) * scale);
+        (*p, *ds) = (probability, gradient);
+        // Most vectors are seen whole, and need no comparisons.
+        if hidden > 0 || shown < VECTOR as i32 {
+            let is_seen = |l: usize| (hidden <= l as i32) & ((l as i32) < shown);
             // The row is not zeroed beforehand, because a load from memory just written by several stores stalls until
             // all of them are done.
-            (p[l], ds[l]) = if is_seen { (probability, gradient) } else { (T::ZERO, T::ZERO) };
+            *p = std::array::from_fn(|l| if is_seen(l) { probability[l] } else { T::ZERO });
+            *ds = std::array::from_fn(|l| if is_seen(l) { gradient[l] } else { T::ZERO });
         }
     }
     p[vectors] = [T::ZERO; VECTOR];
