@@ -3,6 +3,7 @@
 
     benches/memory.py --docs             # three turns of every way: about five minutes on two cores
     benches/memory.py --steps 4 --turns 1 --picture FILE.svg    # a short one, elsewhere
+    benches/memory.py --only bf16        # the first way and those with this in their name
     benches/memory.py --self-test        # a tiny model, a step of each way, and no picture: for .ci/run
 
 The ways are run in turn, and their times are held against the first one of the same turn. The tables go to standard output, with --docs
@@ -155,21 +156,27 @@ def main():
     parse.add_argument("--mesh", default="dp=4,pp=2")
     parse.add_argument("--steps", type=int, default=12, help="steps that are timed in each turn (12)")
     parse.add_argument("--turns", type=int, default=3)
+    parse.add_argument("--only", metavar="WORD", default="", help="the first way and those with this in their name: no picture")
     parse.add_argument("--picture", type=Path, default=machine.ROOT / "docs" / "img" / "memory.svg")
     parse.add_argument("--self-test", action="store_true", help="the smallest run")
     parse.add_argument("--docs", type=Path, nargs="?", const=machine.ROOT / "docs" / "memory.md", help="the page that shows picture and table")
     args = parse.parse_args()
+    if args.only and args.docs:
+        parse.error("--docs shows all ways: leave out --only")
     program = programs.Programs(2).build("gpt_train")
     if args.self_test:
         args.steps, args.turns, args.mesh = 1, 1, "dp=2,pp=2"
     model = TINY if args.self_test else MODEL
     dp = next((int(degree) for axis, degree in (part.split("=") for part in args.mesh.split(",")) if axis == "dp"), 1)
-    ways, off = {name: {"ratios": []} for name in WAYS}, []
+    first = next(iter(WAYS))
+    ways = {name: {"ratios": []} for name in WAYS if name == first or args.only in name}
+    off = []
     for turn in range(args.turns):
-        for name, (sets, _, _) in WAYS.items():
+        for name in ways:
+            sets = WAYS[name][0]
             print(f"{turn + 1}/{args.turns}  {name}", file=sys.stderr, flush=True)
             predicted, measured, time = run(program, args.mesh, model, sets, args.steps)
-            base = time if name == next(iter(WAYS)) else base
+            base = time if name == first else base
             ways[name] |= {"predicted": predicted, "measured": measured}
             ways[name]["ratios"].append(time / base)
             if any(abs(total(a) - total(b)) > 0.05 * total(b) for a, b in zip(predicted, measured)):
@@ -181,7 +188,7 @@ def main():
     shown = "\n".join([on, "", *table(ways, dp)])
     print(shown)
     drawing = "\n".join(picture(ways, args.mesh)) + "\n"
-    if not args.self_test:
+    if not (args.self_test or args.only):
         args.picture.parent.mkdir(parents=True, exist_ok=True)
         args.picture.write_text(drawing)
     if args.docs:
