@@ -51,7 +51,8 @@ fn main() -> ExitCode {
     if config.training.steps == 0 {
         return match report(&config) {
             Ok(report) => show_fitted(&report),
-            Err(error) => fail(FAILED, &error),
+            // Nothing has run: there is no such step.
+            Err(error) => fail(BAD_INPUT, &error),
         };
     }
 

@@ -108,6 +108,7 @@ pub fn require_matrices(compress: &Compress, parameters: &[ParamSpec]) -> Result
     if of.rank <= most {
         return Ok(());
     }
-    let problem = format!("its factors are smaller than no parameter; use a rank of 1 to {most}, or another scheme");
+    let valid = if most > 0 { format!("a rank of 1 to {most}, or ") } else { String::new() };
+    let problem = format!("its factors are smaller than no parameter; use {valid}another scheme");
     Err(PlanError::Compress { place: "gradients", scheme: of.to_string(), problem })
 }

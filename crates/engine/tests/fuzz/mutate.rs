@@ -323,7 +323,10 @@ fn sites(case: &Case) -> Vec<Mutant> {
             add(Kind::Loop, Change::Loop(careless));
         }
     }
-    add(Kind::Batch, Change::Batch);
+    // On a mesh with only dp no rank shares its samples, and nothing says which are right.
+    if case.plan.mesh.world_size() > case.plan.mesh.degree(Axis::Dp) {
+        add(Kind::Batch, Change::Batch);
+    }
     // A loop counts by itself: it says a number, of the rank or of the batch.
     if case.way == Way::Loop {
         return all;

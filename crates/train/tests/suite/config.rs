@@ -126,6 +126,10 @@ fn compression_is_read_and_refused_by_key() {
             "compress.gradients = \"powersgd:200\": its factors are smaller than no parameter; use a rank of 1 to 102",
         ),
         (
+            "gradients=powersgd:2 --set parallelism.dp=2 --set lora.rank=1",
+            "compress.gradients = \"powersgd:2\": its factors are smaller than no parameter; use another scheme",
+        ),
+        (
             "dispatch=quant:8/block7 --set moe.num_experts=2",
             "compress.dispatch = \"quant:8/block7\": does not compress each token of 128 features by itself; use blocks that divide",
         ),

@@ -18,6 +18,7 @@ mod steps;
 use draw::Case;
 use meshwork_train::config::{Args, Fault, keys};
 use meshwork_train::load;
+use meshwork_train::plan::report;
 use std::env;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -44,6 +45,8 @@ fn run(case: &Case) -> Result<End, String> {
     let rules = rules::broken(case);
     let faults = match load(&Args::parse(case.flags())) {
         Ok((config, data)) if rules.is_empty() => return steps::run(case, &config, data).map(|()| End::Trained),
+        // Without steps the report refuses what no step can be.
+        Ok((config, _)) if config.training.steps == 0 && report(&config).is_err() => return Ok(End::Refused),
         Ok(_) => return Err(format!("accepted, although {}", rules.join(", and "))),
         Err(error) => error.faults,
     };

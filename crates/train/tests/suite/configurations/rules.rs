@@ -145,10 +145,14 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         let fits = |parts: usize| {
             divides(parts, held) && (!llama || divides(group, held / parts) || divides(held / parts, group))
         };
+        let half = is_canonical(case) && case.get("training.dtype").is_some_and(|dtype| dtype != "f32");
+        let rounds = |parts: usize| half && fits(parts) && held / parts < group.min(held);
         rule(shares == Some("all_to_all") && divides(tp, heads) && !fits(cp), "heads over cp");
+        rule(shares == Some("all_to_all") && rounds(cp), "ranks round their shares of a head of keys");
         if let Some(ring) = case.read::<usize>("parallelism.ring_degree").filter(|_| shares == Some("hybrid")) {
             rule(!divides(ring, cp), "places of a ring over cp");
             rule(divides(ring, cp) && divides(tp, heads) && !fits(cp / ring), "heads beside the ring");
+            rule(divides(ring, cp) && rounds(cp / ring), "ranks round their shares of a head of keys");
         }
     }
     if llama {
@@ -416,6 +420,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         "samples have no factors to start from",
     );
     rule(estimates && factors("compress.gradients"), "no estimate of a part");
+    rule(case.get("lora.rank").is_some() && factors("compress.gradients"), "adapters are factors already");
     let layers = count(case, "model.num_layers", 0);
     let virtual_cuts = case.list("compress.virtual_cuts").unwrap_or_default();
     let in_order = virtual_cuts.windows(2).all(|pair| pair[0] < pair[1]);
