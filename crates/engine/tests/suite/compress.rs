@@ -7,6 +7,7 @@ mod gathered;
 mod lossy;
 mod samples;
 
+use crate::runs::{losses_from, on_ranks, overlapped};
 use crate::tower;
 use lossy::Lossy;
 use meshwork_compress::feedback::Sender;
@@ -25,7 +26,6 @@ use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::random;
-use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -55,29 +55,12 @@ fn run_on(
     plan: &Plan,
     opaque: bool,
     batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
-) -> Result<(Vec<Vec<StepReport>>, WholeState), TrainError> {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let (rank, device) = match opaque {
-            false => (rank, Cpu::device()),
-            true => {
-                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
-            }
-        };
-        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
-        let mut reports = Vec::new();
-        for step in 0..STEPS {
-            reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
-        }
-        reports.extend(trainer.flush(|_| {})?);
-        Ok::<_, TrainError>((reports, trainer.state()?))
-    });
-    let (reports, states): (_, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-    Ok((reports, WholeState::merge(&states)?))
+) -> (Vec<Vec<StepReport>>, WholeState) {
+    on_ranks(model, plan, opaque, |trainer| overlapped(trainer, 0..STEPS, &batch))
 }
 
 fn run(model: &Arc<dyn Model>, plan: &Plan) -> Run {
-    let (mut reports, state) = run_on(model, plan, false, batch).unwrap();
+    let (mut reports, state) = run_on(model, plan, false, batch);
     (reports.swap_remove(0), state)
 }
 
@@ -197,7 +180,7 @@ fn every_mesh_and_schedule_loses_the_same() {
         // Two stages on each rank: no two neighbours on one.
         let interleaved = Plan { num_microbatches: Some(4), ..on("pp=2", "interleaved_1f1b") };
         assert_same("interleaved", &run(&tower(4), &interleaved), &wanted);
-        let opaque = run_on(&tower(4), &on("pp=4", "1f1b"), true, batch).unwrap();
+        let opaque = run_on(&tower(4), &on("pp=4", "1f1b"), true, batch);
         assert_same("opaque", &(opaque.0[0].clone(), opaque.1), &wanted);
     }
     // Other meshes add up gradients in another order.
@@ -260,7 +243,7 @@ fn bytes_and_memory_are_as_predicted() {
             compress,
             ..Plan::default()
         };
-        let (reports, _) = run_on(&gpt2(), &plan, false, tokens).unwrap();
+        let (reports, _) = run_on(&gpt2(), &plan, false, tokens);
         for (rank, reports) in reports.iter().enumerate() {
             let (report, predicted) = (&reports[STEPS - 1], predict(&gpt2(), &plan, rank).unwrap());
             let what = format!("{mesh} {schedule}, rank {rank}");
@@ -298,9 +281,9 @@ fn canonical_numerics_lose_the_same_on_every_mesh() {
             virtual_cuts: vec![1, 2, 3],
             ..Plan::default()
         };
-        let wanted = run_on(&gpt2(), &on("dp=1", "1f1b", 1), false, tokens).unwrap();
+        let wanted = run_on(&gpt2(), &on("dp=1", "1f1b", 1), false, tokens);
         let exact = Plan { compress: Compress::default(), ..on("dp=1", "1f1b", 1) };
-        let exact = run_on(&gpt2(), &exact, false, tokens).unwrap();
+        let exact = run_on(&gpt2(), &exact, false, tokens);
         assert_ne!(weights(&wanted.1), weights(&exact.1), "{forward}: nothing is lost");
         let of = |steps: &[StepReport]| steps.iter().map(|step| (step.loss, step.grad_norm)).collect::<Vec<_>>();
         for (mesh, schedule, micros) in [
@@ -312,7 +295,7 @@ fn canonical_numerics_lose_the_same_on_every_mesh() {
             ("dp=2,tp=2", "1f1b", 1),
         ] {
             let (what, plan) = (format!("{forward} on {mesh} {schedule}"), on(mesh, schedule, micros));
-            let (reports, state) = run_on(&gpt2(), &plan, mesh == "dp=1", tokens).unwrap();
+            let (reports, state) = run_on(&gpt2(), &plan, mesh == "dp=1", tokens);
             assert_eq!(of(&reports[0]), of(&wanted.0[0]), "{what}");
             assert!(state == wanted.1, "{what}: the state behind it");
             for (rank, reports) in reports.iter().enumerate() {
@@ -341,7 +324,7 @@ fn what_is_sent_before_compression_starts_is_predicted_too() {
     let compress = Compress { gradients: scheme("quant:4"), ..cuts("topk:0.1", "quant:8", "ef") };
     let of = |compress| {
         let plan = Plan { compress, num_microbatches: Some(2), ..plan("dp=2,pp=2") };
-        (predict(&tower(4), &plan, 0).unwrap(), run_on(&tower(4), &plan, false, batch).unwrap().0)
+        (predict(&tower(4), &plan, 0).unwrap(), run_on(&tower(4), &plan, false, batch).0)
     };
     let (begins_late, ran) = of(Compress { start_step: 3, ..compress });
     let ((at_once, _), (plain, _)) = (of(compress), of(Compress::default()));
@@ -402,18 +385,7 @@ fn inference_is_compressed_as_training_is() {
 #[test]
 fn a_resumed_run_goes_on_with_what_was_lost() {
     let on = |mesh: &str, micros, compress| Plan { compress, num_microbatches: Some(micros), ..plan(mesh) };
-    let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
-        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-            let mut trainer = Trainer::new(tower(4), plan, rank, Cpu::device())?;
-            from.map(|state| trainer.load_state(state)).transpose()?;
-            let step = |step| Ok(trainer.step(&batch(step, trainer.samples()))?.loss);
-            let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
-            Ok::<_, TrainError>((losses, trainer.state()?))
-        });
-        let (mut losses, states): (Vec<_>, Vec<_>) =
-            ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-        (losses.swap_remove(0), WholeState::merge(&states).unwrap())
-    };
+    let go_on = |plan: &Plan, from: Option<&WholeState>, steps| losses_from(&tower(4), plan, from, steps, batch);
     for (feedback, states) in
         [("ef", &["residual"][..]), ("ef21", &["estimate"]), ("ef21m:0.5", &["estimate", "momentum"])]
     {
@@ -638,19 +610,19 @@ fn compressed_gradients_train_on_every_mesh() {
             compress,
             ..Plan::default()
         };
-        let (wanted, exact) = run_on(&gpt2(), &on(Compress::default()), false, tokens).unwrap();
+        let (wanted, exact) = run_on(&gpt2(), &on(Compress::default()), false, tokens);
         for (scheme, within) in [("quant:8/block256", 2e-3), ("topk:0.5", 2e-3), ("powersgd:2", 2e-2)] {
             if scheme == "powersgd:2" && feedback == "ef21" {
                 continue; // refused
             }
             let plan = on(gradients(scheme, feedback));
-            let (reports, state) = run_on(&gpt2(), &plan, false, tokens).unwrap();
+            let (reports, state) = run_on(&gpt2(), &plan, false, tokens);
             for (rank, reports) in reports.iter().enumerate() {
                 let (report, predicted) = (&reports[STEPS - 1], predict(&gpt2(), &plan, rank).unwrap());
                 assert_eq!(report.records, predicted.records, "{what}, rank {rank}");
                 assert_eq!(report.memory[rank], predicted.memory, "{what}, rank {rank}");
             }
-            let (opaque, hidden) = run_on(&gpt2(), &plan, true, tokens).unwrap();
+            let (opaque, hidden) = run_on(&gpt2(), &plan, true, tokens);
             assert!(hidden == state && opaque[0][STEPS - 1].loss == reports[0][STEPS - 1].loss, "{what}: opaque");
             assert_ne!(weights(&state), weights(&exact), "{what}: nothing is lost");
             let (got, wanted) = (reports[0][STEPS - 1].loss, wanted[0][STEPS - 1].loss);
@@ -676,18 +648,7 @@ fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
             compress: gradients(scheme, feedback),
             ..Plan::default()
         };
-        let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
-            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-                let mut trainer = Trainer::new(gpt2(), plan, rank, Cpu::device())?;
-                from.map(|state| trainer.load_state(state)).transpose()?;
-                let step = |step| Ok(trainer.step(&tokens(step, trainer.samples()))?.loss);
-                let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
-                Ok::<_, TrainError>((losses, trainer.state()?))
-            });
-            let (mut losses, states): (Vec<_>, Vec<_>) =
-                ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-            (losses.swap_remove(0), WholeState::merge(&states).unwrap())
-        };
+        let go_on = |plan: &Plan, from: Option<&WholeState>, steps| losses_from(&gpt2(), plan, from, steps, tokens);
         let plan = on("dp=4,tp=2");
         let (losses, wanted) = go_on(&plan, None, 0..4);
         let (_, halfway) = go_on(&plan, None, 0..2);
@@ -744,20 +705,20 @@ fn asynchronous_schedules_lose_the_same_at_virtual_cuts() {
         };
         let model: Arc<dyn Model> = Arc::new(Gpt2::new(Gpt2Config { tie_embeddings: false, ..config() }));
         let losses = |reports: &[Vec<StepReport>]| reports[0].iter().map(|step| step.loss).collect::<Vec<_>>();
-        let (real, state) = run_on(&model, &on(compress, &[]), false, tokens_of).unwrap();
-        let (listed, of_listed) = run_on(&model, &on(compress, &[2]), false, tokens_of).unwrap();
+        let (real, state) = run_on(&model, &on(compress, &[]), false, tokens_of);
+        let (listed, of_listed) = run_on(&model, &on(compress, &[2]), false, tokens_of);
         assert!(losses(&real) == losses(&listed) && state == of_listed, "{schedule} {feedback}");
-        let (opaque, hidden) = run_on(&model, &on(compress, &[1, 2, 3]), true, tokens_of).unwrap();
-        let (inner, of_inner) = run_on(&model, &on(compress, &[1, 2, 3]), false, tokens_of).unwrap();
+        let (opaque, hidden) = run_on(&model, &on(compress, &[1, 2, 3]), true, tokens_of);
+        let (inner, of_inner) = run_on(&model, &on(compress, &[1, 2, 3]), false, tokens_of);
         assert!(losses(&opaque) == losses(&inner) && hidden == of_inner, "{schedule} {feedback}: opaque");
-        let exact = run_on(&model, &on(Compress::default(), &[]), false, tokens_of).unwrap();
+        let exact = run_on(&model, &on(Compress::default(), &[]), false, tokens_of);
         assert!(losses(&real)[0] != losses(&exact.0)[0] && losses(&inner)[0] != losses(&real)[0], "{schedule}");
         if feedback != "none" {
             let states: Vec<_> = state.keys().filter(|key| key.parameter.starts_with("cut.2.")).collect();
             assert_eq!(states.len(), 2, "{schedule} {feedback}");
             states.iter().for_each(|key| assert!(state.vector(key).unwrap().iter().any(|&x| x != 0.0), "{key}"));
             let forgetful = Compress { feedback: Feedback::None, ..compress };
-            let forgetful = run_on(&model, &on(forgetful, &[]), false, tokens_of).unwrap();
+            let forgetful = run_on(&model, &on(forgetful, &[]), false, tokens_of);
             assert!(losses(&real)[..1] == losses(&forgetful.0)[..1], "{schedule}: nothing is brought back at first");
             assert_ne!(losses(&real)[2], losses(&forgetful.0)[2], "{schedule}: then it is");
         }

@@ -1,5 +1,7 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
+use crate::experts::in_every_layer;
+use crate::runs::on_ranks;
 use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::Rank;
 use meshwork_core::World;
@@ -51,14 +53,7 @@ fn windowed() -> [Arc<dyn Model>; 2] {
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.
 fn experts(router: RouterKind) -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 1,
-        first_dense_layers: 0,
-        num_shared_experts: 1,
-        expert_hidden_size: 24,
-        over_tp: false,
-    };
+    let experts = ExpertsConfig { num_shared_experts: 1, ..in_every_layer(moe, 24) };
     Arc::new(Gpt2::new(gpt2_config()).with_experts(Some(experts)))
 }
 
@@ -129,10 +124,7 @@ impl Initial {
 }
 
 fn initial(model: &Arc<dyn Model>) -> Initial {
-    let plan = plan("dp=1", Numerics::Fast);
-    let states = World::threads(&plan.mesh)
-        .run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.state());
-    Initial(WholeState::merge(&states.unwrap_or_else(|error| panic!("{error}"))).unwrap())
+    Initial(on_ranks(model, &plan("dp=1", Numerics::Fast), false, |_| Ok(())).1)
 }
 
 /// The logits after `at` tokens, from one pass over all of them.

@@ -1,19 +1,16 @@
 //! Documents that follow each other in a sequence, through the engine: the loss and the gradients of the documents run
 //! each alone, and in canonical numerics the bits of one rank on every mesh.
 
-use meshwork_core::Rank;
+use crate::runs::{Vectors, on_ranks, vectors};
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, Trainer};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary};
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Rule, Sgd};
-use meshwork_tensor::Device;
 use meshwork_tensor::Precision;
-use meshwork_testkit::opaque::{self, Opaque};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const VOCAB: usize = 29;
@@ -72,26 +69,10 @@ fn alone() -> Batch {
     language::batch(tokens, targets, SEQ).unwrap()
 }
 
-type Weights = BTreeMap<StateKey, Vec<f32>>;
-
 /// One step of gradient descent with rate 1: the weights differ from the first ones by the gradients.
-fn train(model: &Arc<dyn Model>, plan: &Plan, batch: &Batch, opaque: bool) -> (StepReport, Weights) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let (rank, device): (_, Arc<dyn Device>) = match opaque {
-            true => {
-                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Arc::new(Cpu::new(plan.precision))))
-            }
-            false => (rank, Arc::new(Cpu::new(plan.precision))),
-        };
-        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
-        let report = trainer.step(&batch.part(trainer.samples())?)?;
-        Ok::<_, TrainError>((report, trainer.state()?))
-    });
-    let ranks = ranks.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh));
-    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-    let whole = WholeState::merge(&states).unwrap();
-    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+fn train(model: &Arc<dyn Model>, plan: &Plan, batch: &Batch, opaque: bool) -> (StepReport, Vectors) {
+    let (mut reports, state) = on_ranks(model, plan, opaque, |trainer| trainer.step(&batch.part(trainer.samples())?));
+    (reports.swap_remove(0), vectors(&state))
 }
 
 fn plan(mesh: &str, samples: usize, numerics: Numerics) -> Plan {
@@ -129,7 +110,7 @@ fn packed_documents_have_the_loss_and_the_gradients_that_they_have_alone() {
 }
 
 /// The largest difference of two weights.
-fn furthest(a: &Weights, b: &Weights) -> f64 {
+fn furthest(a: &Vectors, b: &Vectors) -> f64 {
     let of = |(key, a): (&StateKey, &Vec<f32>)| {
         a.iter().zip(&b[key]).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max)
     };

@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: one program, because each costs a link.
 
+use crate::runs::{Vectors, on_ranks, vectors};
 use meshwork_compress::Feedback;
 use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::Rank;
@@ -26,13 +27,24 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;
 use meshwork_testkit::Sampled;
 use meshwork_testkit::opaque::{self, Opaque};
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 const SEQ: usize = 12;
 const BATCH: usize = 8;
 const STEPS: usize = 3;
+
+/// Experts of this many inner features in every layer, whole on each rank of tp, and none that are shared.
+pub fn in_every_layer(moe: MoeConfig, expert_hidden_size: usize) -> ExpertsConfig {
+    ExpertsConfig {
+        moe,
+        every_n_layers: 1,
+        first_dense_layers: 0,
+        num_shared_experts: 0,
+        expert_hidden_size,
+        over_tp: false,
+    }
+}
 
 fn gpt2(router: RouterKind) -> Gpt2 {
     gpt2_with(router, 0.1)
@@ -51,14 +63,7 @@ fn gpt2_with(router: RouterKind, dropout: f32) -> Gpt2 {
         jitter: 0.05,
         ..MoeConfig::default()
     };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 0,
-        expert_hidden_size: 32,
-        over_tp: true,
-    };
+    let experts = ExpertsConfig { every_n_layers: 2, over_tp: true, ..in_every_layer(moe, 32) };
     let config = Gpt2Config {
         vocab_size: 40,
         num_layers: 4,
@@ -84,14 +89,7 @@ fn llama() -> Llama {
         routed_scaling: 2.5,
         ..MoeConfig::default()
     };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 1,
-        first_dense_layers: 0,
-        num_shared_experts: 1,
-        expert_hidden_size: 16,
-        over_tp: true,
-    };
+    let experts = ExpertsConfig { num_shared_experts: 1, over_tp: true, ..in_every_layer(moe, 16) };
     let config = LlamaConfig {
         vocab_size: 40,
         num_layers: 2,
@@ -113,8 +111,6 @@ fn batch(step: usize, samples: Range<usize>) -> Batch {
     language::batch(part(0), part(1), SEQ).unwrap()
 }
 
-type State = BTreeMap<StateKey, Vec<f32>>;
-
 fn train(
     model: &Arc<dyn Model>,
     mesh: &str,
@@ -122,7 +118,7 @@ fn train(
     micros: usize,
     numerics: Numerics,
     recompute: Recompute,
-) -> (Vec<StepReport>, State) {
+) -> (Vec<StepReport>, Vectors) {
     let plan = Plan {
         mesh: mesh.parse().unwrap(),
         schedule: ScheduleSpec::named(schedule).unwrap(),
@@ -132,16 +128,10 @@ fn train(
         recompute,
         ..Plan::default()
     };
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        let step = |step| trainer.step(&batch(step, trainer.samples()));
-        let reports = (0..STEPS).map(step).collect::<Result<Vec<_>, _>>()?;
-        Ok::<_, TrainError>((reports, trainer.state()?))
+    let (mut reports, state) = on_ranks(model, &plan, false, |trainer| {
+        (0..STEPS).map(|step| trainer.step(&batch(step, trainer.samples()))).collect::<Result<Vec<_>, _>>()
     });
-    let ranks = ranks.unwrap_or_else(|error| panic!("{mesh} {schedule}: {error}"));
-    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-    let whole = WholeState::merge(&states).unwrap();
-    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+    (reports.swap_remove(0), vectors(&state))
 }
 
 const MESHES: [(&str, &str, usize, Recompute); 8] = [
@@ -155,7 +145,7 @@ const MESHES: [(&str, &str, usize, Recompute); 8] = [
     ("dp=4,ep=2,pp=2", "zb_h1", 2, Recompute::Selective),
 ];
 
-fn bits(state: &State) -> Vec<(&StateKey, Vec<u32>)> {
+fn bits(state: &Vectors) -> Vec<(&StateKey, Vec<u32>)> {
     state.iter().map(|(key, values)| (key, values.iter().map(|x| x.to_bits()).collect())).collect()
 }
 
@@ -338,19 +328,10 @@ impl StateSource for Tied {
 #[test]
 fn memory_of_experts_is_predicted_to_the_byte() {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, ..MoeConfig::default() };
-    let config = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 1,
-        expert_hidden_size: 32,
-        over_tp: true,
-    };
+    let config = ExpertsConfig { every_n_layers: 2, num_shared_experts: 1, over_tp: true, ..in_every_layer(moe, 32) };
     let gpt2 = Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config));
-    let state = World::threads(&"dp=1".parse().unwrap()).run_mesh(&"dp=1".parse().unwrap(), |rank| {
-        Trainer::new(Arc::new(gpt2.clone()), &plan("dp=1", Compress::default()), rank, Cpu::device())?.state()
-    });
-    let state = Tied(WholeState::merge(&state.unwrap()).unwrap());
+    let model: Arc<dyn Model> = Arc::new(gpt2.clone());
+    let state = Tied(on_ranks(&model, &plan("dp=1", Compress::default()), false, |_| Ok(())).1);
     for (mesh, block, tied) in [
         ("dp=1", 0, false),
         ("dp=1", 5, false),
@@ -400,14 +381,7 @@ fn cut_and_whole_experts_have_the_same_bits() {
     let model = |over_tp| -> Arc<dyn Model> {
         let config = *gpt2(RouterKind::Gshard).config();
         let moe = MoeConfig { num_experts: 4, router: RouterKind::Gshard, jitter: 0.05, ..MoeConfig::default() };
-        let experts = ExpertsConfig {
-            moe,
-            every_n_layers: 2,
-            first_dense_layers: 0,
-            num_shared_experts: 1,
-            expert_hidden_size: 16,
-            over_tp,
-        };
+        let experts = ExpertsConfig { every_n_layers: 2, num_shared_experts: 1, over_tp, ..in_every_layer(moe, 16) };
         Arc::new(Gpt2::new(config).with_experts(Some(experts)))
     };
     let numerics = Numerics::Canonical { blocks: 4 };
@@ -456,8 +430,7 @@ fn a_router_decides_once_where_activations_are_recomputed() {
             let ranks = ranks.unwrap_or_else(|error| panic!("{recompute:?}: {error}"));
             let states: Vec<_> = ranks.iter().map(|(.., state)| state.clone()).collect();
             let whole = WholeState::merge(&states).unwrap();
-            let state: State = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
-            (ranks.iter().map(|(decisions, ..)| decisions).sum::<usize>(), ranks[0].1.clone(), state)
+            (ranks.iter().map(|(decisions, ..)| decisions).sum::<usize>(), ranks[0].1.clone(), vectors(&whole))
         };
         let (decisions, losses, state) = run(Recompute::Stage);
         let (kept_decisions, kept_losses, kept_state) = run(Recompute::None);
@@ -564,19 +537,14 @@ fn compressed(dispatch: &str, gradients: &str) -> Compress {
 }
 
 /// Losses before and behind three steps, the reports and the state, of a plan on every rank.
-fn train_plan(model: &Arc<dyn Model>, plan: &Plan, cuts: AtCuts) -> (f64, Vec<Vec<StepReport>>, State) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+fn train_plan(model: &Arc<dyn Model>, plan: &Plan, cuts: AtCuts) -> (f64, Vec<Vec<StepReport>>, Vectors) {
+    let (ranks, state) = on_ranks(model, plan, false, |trainer| {
         let before = trainer.evaluate_at(cuts, [batch(9, trainer.samples())])?.loss;
         let step = |step| trainer.step(&batch(step, trainer.samples()));
-        let reports = (0..STEPS).map(step).collect::<Result<Vec<_>, TrainError>>()?;
-        Ok::<_, TrainError>((before, reports, trainer.state()?))
+        Ok((before, (0..STEPS).map(step).collect::<Result<Vec<_>, _>>()?))
     });
-    let ranks = ranks.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh));
-    let states: Vec<_> = ranks.iter().map(|(.., state)| state.clone()).collect();
-    let whole = WholeState::merge(&states).unwrap();
-    let state = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
-    (ranks[0].0, ranks.into_iter().map(|(_, reports, _)| reports).collect(), state)
+    let (before, reports): (Vec<_>, _) = ranks.into_iter().unzip();
+    (before[0], reports, vectors(&state))
 }
 
 fn plan(mesh: &str, compress: Compress) -> Plan {
@@ -624,14 +592,7 @@ fn compressed_tokens_train_as_exact_ones_do() {
 #[test]
 fn bytes_of_compressed_tokens_are_as_predicted() {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::ExpertChoice, ..MoeConfig::default() };
-    let config = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 0,
-        expert_hidden_size: 32,
-        over_tp: true,
-    };
+    let config = ExpertsConfig { every_n_layers: 2, over_tp: true, ..in_every_layer(moe, 32) };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(*gpt2(RouterKind::TopK).config()).with_experts(Some(config)));
     for (dispatch, gradients) in [("none", "none"), ("quant:8", "quant:4/block8"), ("topk:0.25", "bf16")] {
         let plan = plan("dp=4,ep=4", compressed(dispatch, gradients));

@@ -2,18 +2,17 @@
 //! the host cannot read, and what a dry run predicts. The folders of `huggingface` have the models.
 
 use crate::huggingface::{folder, plan, wanted};
+use crate::runs::{Vectors, on_ranks, vectors};
 use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
-use meshwork_engine::{Numerics, Plan, StateKey, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run};
+use meshwork_engine::{Numerics, Plan, TrainError, Trainer, Zero, ZeroStage, dry_run};
 use meshwork_models::decoder::{DecoderConfig, DecoderModel};
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::huggingface::{Architecture, Pretrained};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
-use meshwork_tensor::Device;
 use meshwork_tensor::op::Order;
-use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 
 /// A family and how it is cut: the mesh, the exchange over cp, whether tp cuts sequences between blocks too.
@@ -25,7 +24,7 @@ struct Case {
 }
 
 /// Losses and norms of two steps of each rank, and the weights after them.
-type Trained = (Vec<[f64; 2]>, Vec<(StateKey, Vec<f32>)>);
+type Trained = (Vec<[f64; 2]>, Vectors);
 
 impl Case {
     fn pretrained(&self) -> Pretrained {
@@ -57,25 +56,13 @@ impl Case {
     fn train(&self, plan: &Plan, behind: bool) -> Trained {
         let (read, batch) = (self.pretrained(), self.batch());
         let model: Arc<dyn Model> = Arc::new(self.model());
-        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-            let (rank, device): (_, Arc<dyn Device>) = match behind {
-                true => {
-                    let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                    (Arc::new(meshwork_core::Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
-                }
-                false => (rank, Cpu::device()),
-            };
-            let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+        let (mut reports, state) = on_ranks(&model, plan, behind, |trainer| {
             trainer.load_weights(|spec, slice| read.read(spec, slice))?;
             let batch = batch.part(trainer.samples())?;
             let reports = [trainer.step(&batch)?, trainer.step(&batch)?];
-            Ok::<_, TrainError>((reports.map(|report| [report.loss, report.grad_norm]).to_vec(), trainer.state()?))
+            Ok(reports.map(|report| [report.loss, report.grad_norm]).to_vec())
         });
-        let ranks = ranks.unwrap_or_else(|error| panic!("{} on {}: {error}", self.name, plan.mesh));
-        let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-        let whole = WholeState::merge(&states).unwrap();
-        let weights = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
-        (reports.swap_remove(0), weights)
+        (reports.swap_remove(0), vectors(&state))
     }
 }
 

@@ -2,9 +2,10 @@
 //! same numbers with dp and tp; and what cannot be trained is refused.
 
 use crate::noise;
-use meshwork_core::{Axis, Mesh, Rank, World};
+use crate::runs::{Vectors, on_ranks, vectors};
+use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_cpu::Cpu;
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer};
 use meshwork_models::layers::{Classes, MaxPool, Norm};
 use meshwork_models::network::{IMAGES, LABELS, Network};
 use meshwork_models::resnet::ResNetConfig;
@@ -60,7 +61,7 @@ struct Trained {
     /// Gradients of the last step.
     gradients: BTreeMap<String, Vec<f32>>,
     /// Weights, running averages and optimizer states.
-    state: BTreeMap<StateKey, Vec<f32>>,
+    state: Vectors,
     /// Loss and accuracy of each step, and of other images.
     scores: Vec<(f64, f64)>,
 }
@@ -77,33 +78,27 @@ struct Taken {
 /// What some steps leave on all stages of the first dp rank, and what they took.
 fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, Taken) {
     let model: Arc<dyn Model> = network.clone();
-    let mut ranks = World::threads(&plan.mesh)
-        .run(|world| {
-            let rank = Arc::new(Rank::new(&plan.mesh, Arc::clone(world.communicator()))?);
-            let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
-            let (mut scores, mut norms, mut peak) = (Vec::new(), Vec::new(), 0);
-            for step in 0..STEPS {
-                let report = trainer.step(&images(step, trainer.samples()))?;
-                scores.push((report.loss, report.metrics[0].1));
-                norms.push(report.grad_norm);
-                peak = report.peak_bytes().into_iter().max().unwrap();
-            }
-            let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
-            scores.push((score.loss, score.metrics[0].1));
-            let params = trainer.params();
-            let declarations = params.declarations();
-            let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
-            let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
-            Ok::<_, TrainError>((gradients, trainer.state()?, scores, Taken { norms, peak }))
-        })
-        .unwrap_or_else(|error| panic!("{error}"));
-    let states: Vec<_> = ranks.iter().map(|rank| rank.1.clone()).collect();
-    let whole = WholeState::merge(&states).unwrap();
-    assert!(ranks.iter().all(|rank| rank.2 == ranks[0].2), "every rank knows the scores");
+    let (mut ranks, state) = on_ranks(&model, plan, false, |trainer| {
+        let (mut scores, mut norms, mut peak) = (Vec::new(), Vec::new(), 0);
+        for step in 0..STEPS {
+            let report = trainer.step(&images(step, trainer.samples()))?;
+            scores.push((report.loss, report.metrics[0].1));
+            norms.push(report.grad_norm);
+            peak = report.peak_bytes().into_iter().max().unwrap();
+        }
+        let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
+        scores.push((score.loss, score.metrics[0].1));
+        let params = trainer.params();
+        let declarations = params.declarations();
+        let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
+        let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
+        Ok((gradients, scores, Taken { norms, peak }))
+    });
+    assert!(ranks.iter().all(|rank| rank.1 == ranks[0].1), "every rank knows the scores");
     let trained = Trained {
         gradients: ranks.iter().flat_map(|rank| rank.0.clone()).filter(|(_, gradient)| !gradient.is_empty()).collect(),
-        state: whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect(),
-        scores: ranks[0].2.clone(),
+        state: vectors(&state),
+        scores: ranks[0].1.clone(),
     };
     let [(.., taken), ..] = &mut ranks[..] else { panic!("a mesh without ranks") };
     (trained, std::mem::take(taken))

@@ -16,6 +16,7 @@ mod micro_batches;
 mod model;
 mod noise;
 mod one_rank;
+mod runs;
 mod sequence;
 mod split;
 mod state;

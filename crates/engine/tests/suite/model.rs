@@ -3,44 +3,25 @@
 
 mod contrastive;
 
+use crate::runs::{Vectors, on_ranks, overlapped, vectors};
 use crate::tower;
 use meshwork_core::{Mesh, Rank, World};
 use meshwork_cpu::Cpu;
-use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
+use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StepReport, Trainer, WholeState};
 use meshwork_nn::Model;
 use meshwork_tensor::Precision;
 use meshwork_tensor::Role;
-use meshwork_testkit::opaque::{self, Opaque};
 use meshwork_testkit::parity::assert_close;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use tower::{BATCH, Mistake, PENALTY, RATE, SLOW, Tower, batch, plan, tower};
 
 const STEPS: usize = 3;
 
 /// Reports of some steps, which overlap where the schedule lets them, and the state behind them.
-fn train(model: &Arc<dyn Model>, plan: &Plan, opaque: bool) -> (Vec<StepReport>, BTreeMap<StateKey, Vec<f32>>) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let (rank, device) = match opaque {
-            false => (rank, Cpu::device()),
-            true => {
-                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Arc::new(Cpu::new(Precision::F32))) as _)
-            }
-        };
-        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
-        let mut reports = Vec::new();
-        for step in 0..STEPS {
-            reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
-        }
-        reports.extend(trainer.flush(|_| {})?);
-        assert_eq!(reports.len(), STEPS);
-        Ok::<_, TrainError>((reports, trainer.state()?))
-    });
-    let (mut reports, states): (Vec<Vec<_>>, Vec<_>) =
-        ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-    let whole = WholeState::merge(&states).unwrap();
-    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+fn train(model: &Arc<dyn Model>, plan: &Plan, opaque: bool) -> (Vec<StepReport>, Vectors) {
+    let (mut reports, state) = on_ranks(model, plan, opaque, |trainer| overlapped(trainer, 0..STEPS, batch));
+    assert!(reports.iter().all(|reports| reports.len() == STEPS));
+    (reports.swap_remove(0), vectors(&state))
 }
 
 fn alone(model: &Arc<dyn Model>) -> Trainer {

@@ -3,11 +3,12 @@
 
 mod models;
 
-use meshwork_core::{Axes, Axis, DType, Mesh, Rank, Ty, World};
+use crate::runs::{Vectors, on_ranks, vectors};
+use meshwork_core::{Axes, Axis, DType, Mesh, Ty, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    Decoder, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, Verify, WholeState,
-    Zero, ZeroStage, dry_run, one_rank,
+    Decoder, Numerics, Plan, Recompute, ScheduleSpec, StepReport, TrainError, Trainer, Verify, Zero, ZeroStage,
+    dry_run, one_rank,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, TARGETS, TOKENS};
@@ -16,9 +17,7 @@ use meshwork_nn::{Activation, Batch, Field, Model, RmsNorm, Stage, StageSpec, sa
 use meshwork_optim::{Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::op::Rotary;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Declarations, Device, Init, ParamId, ParamSpec, Placement, Result, Role, Shape, Tape, Var};
-use meshwork_testkit::opaque::{self, Opaque};
-use std::collections::BTreeMap;
+use meshwork_tensor::{Declarations, Init, ParamId, ParamSpec, Placement, Result, Role, Shape, Tape, Var};
 use std::sync::Arc;
 
 const SEQ: usize = 16;
@@ -201,27 +200,13 @@ fn plan(mesh: &str, numerics: Numerics) -> Plan {
     }
 }
 
-type Weights = BTreeMap<StateKey, Vec<f32>>;
-
 /// Steps of gradient descent with rate 1.
-fn train(model: &Arc<dyn Model>, plan: &Plan, steps: usize, behind: bool) -> (Vec<StepReport>, Weights) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let (rank, device): (_, Arc<dyn Device>) = match behind {
-            true => {
-                let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                (Arc::new(Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
-            }
-            false => (rank, Cpu::device()),
-        };
-        let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+fn train(model: &Arc<dyn Model>, plan: &Plan, steps: usize, behind: bool) -> (Vec<StepReport>, Vectors) {
+    let (mut reports, state) = on_ranks(model, plan, behind, |trainer| {
         let batch = batch(plan.global_batch_size).part(trainer.samples())?;
-        let reports = (0..steps).map(|_| trainer.step(&batch)).collect::<std::result::Result<Vec<_>, _>>()?;
-        Ok::<_, TrainError>((reports, trainer.state()?))
+        (0..steps).map(|_| trainer.step(&batch)).collect::<std::result::Result<Vec<_>, _>>()
     });
-    let ranks = ranks.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh));
-    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-    let whole = WholeState::merge(&states).unwrap();
-    (reports.swap_remove(0), whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect())
+    (reports.swap_remove(0), vectors(&state))
 }
 
 /// Every method, whatever cuts the sequence, has the bits that it has on one rank; all methods have the same.

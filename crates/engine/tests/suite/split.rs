@@ -1,11 +1,12 @@
 //! A model whose logits depend on how a sequence is split into passes is refused by a decoder at its first use: on
 //! every mesh, by the same error on every rank. Beside each such program is the right one.
 
+use crate::experts::in_every_layer;
 use meshwork_core::RankEnd;
 use meshwork_core::{DType, Rank, World, rules};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Decoder, LossScale, MixedPrecision, Numerics, Plan, TrainError, Verify};
-use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
+use meshwork_models::experts::{MoeConfig, RouterKind};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
@@ -311,14 +312,7 @@ fn experts_that_decode_take_all_tokens_whatever_their_capacity() {
     let experts = |capacity_factor| -> Arc<dyn Model> {
         let moe =
             MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::TopK, capacity_factor, ..MoeConfig::default() };
-        let experts = ExpertsConfig {
-            moe,
-            every_n_layers: 1,
-            first_dense_layers: 0,
-            num_shared_experts: 0,
-            expert_hidden_size: 24,
-            over_tp: false,
-        };
+        let experts = in_every_layer(moe, 24);
         let config = Gpt2Config {
             vocab_size: VOCAB,
             hidden_size: 32,

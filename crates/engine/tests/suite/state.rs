@@ -9,6 +9,7 @@ mod mixed;
 mod offload;
 mod rules;
 
+use crate::runs::on_ranks;
 use crate::{noise, tower};
 use meshwork_core::{Axis, DType, Mesh, OpKind, World};
 use meshwork_cpu::Cpu;
@@ -75,18 +76,12 @@ fn go_on_with(
     from: Option<&WholeState>,
     steps: Range<u64>,
 ) -> (Vec<StepReport>, WholeState) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
-        if let Some(state) = from {
-            trainer.load_state(state)?;
-        }
+    let (mut reports, state) = on_ranks(model, plan, false, |trainer| {
+        from.map(|state| trainer.load_state(state)).transpose()?;
         assert_eq!(trainer.steps_done(), steps.start);
-        let step = |step| trainer.step(&batch(step, trainer.samples()));
-        let reports = steps.clone().map(step).collect::<Result<Vec<_>, _>>()?;
-        Ok::<_, TrainError>((reports, trainer.state()?))
+        steps.clone().map(|step| trainer.step(&batch(step, trainer.samples()))).collect::<Result<Vec<_>, _>>()
     });
-    let (mut reports, states): (Vec<_>, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-    (reports.swap_remove(0), WholeState::merge(&states).unwrap())
+    (reports.swap_remove(0), state)
 }
 
 fn on(mesh: &str, numerics: Numerics) -> Plan {

@@ -2,24 +2,24 @@
 //!
 //! More than 400 lines: every claim is one table of cases of the same model.
 
-use super::{Weights, plan};
+use super::plan;
+use crate::runs::{Vectors, on_ranks, vectors};
 use meshwork_context_parallel::{Balance, ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, StepReport, TrainError, Trainer, WholeState,
-    Zero, ZeroStage, dry_run,
+    LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, StepReport, TrainError, Trainer, Zero,
+    ZeroStage, dry_run,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary, POSITIONS};
 use meshwork_models::llama::{LLAMA, Llama, LlamaConfig};
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Rule, Sgd};
+use meshwork_tensor::Category;
 use meshwork_tensor::op::{Order, Rotary};
 use meshwork_tensor::tape::HalfType;
-use meshwork_tensor::{Category, Device};
 use meshwork_testkit::Sampled;
-use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 
 const VOCAB: usize = 30;
@@ -116,34 +116,20 @@ impl Case {
     }
 
     /// Steps of gradient descent with rate 1: what all ranks report, and the weights.
-    fn train(self, context: Option<ContextParallel>, plan: &Plan, behind: bool) -> (Vec<StepReport>, Weights) {
-        let model = self.model(context);
-        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-            let (rank, device): (_, Arc<dyn Device>) = match behind {
-                true => {
-                    let world = opaque::communicator(Arc::clone(rank.world().communicator()));
-                    (Arc::new(meshwork_core::Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
-                }
-                false => (rank, Cpu::device()),
-            };
-            let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+    fn train(self, context: Option<ContextParallel>, plan: &Plan, behind: bool) -> (Vec<StepReport>, Vectors) {
+        let (mut reports, state) = on_ranks(&self.model(context), plan, behind, |trainer| {
             let batch = self.batch(plan.global_batch_size).part(trainer.samples())?;
-            let reports = (0..2).map(|_| trainer.step(&batch)).collect::<Result<Vec<_>, _>>()?;
-            Ok::<_, TrainError>((reports, trainer.state()?))
+            (0..2).map(|_| trainer.step(&batch)).collect::<Result<Vec<_>, _>>()
         });
-        let ranks = ranks.unwrap_or_else(|error| panic!("{self:?} on {}: {error}", plan.mesh));
-        let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-        let whole = WholeState::merge(&states).unwrap();
-        let weights = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
-        (reports.swap_remove(0), weights)
+        (reports.swap_remove(0), vectors(&state))
     }
 }
 
 /// Numbers that differ by rounding alone.
 fn assert_close(
     what: &str,
-    (found, weights): &(Vec<StepReport>, Weights),
-    (want, of_one): &(Vec<StepReport>, Weights),
+    (found, weights): &(Vec<StepReport>, Vectors),
+    (want, of_one): &(Vec<StepReport>, Vectors),
 ) {
     for (found, want) in found.iter().zip(want) {
         let near = |a: f64, b: f64| (a - b).abs() <= 2e-6 * b.abs();

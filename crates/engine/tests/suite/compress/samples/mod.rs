@@ -16,18 +16,10 @@ fn go_on_all(
     steps: Range<usize>,
     batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
 ) -> (Vec<(Vec<StepReport>, MemoryUse)>, WholeState) {
-    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+    on_ranks(model, plan, false, |trainer| {
         from.map(|state| trainer.load_state(state)).transpose()?;
-        let mut reports = Vec::new();
-        for step in steps.clone() {
-            reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);
-        }
-        reports.extend(trainer.flush(|_| {})?);
-        Ok::<_, TrainError>(((reports, trainer.device().meter().peak()), trainer.state()?))
-    });
-    let (reports, states): (_, Vec<_>) = ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-    (reports, WholeState::merge(&states).unwrap())
+        Ok((overlapped(trainer, steps.clone(), &batch)?, trainer.device().meter().peak()))
+    })
 }
 
 /// The losses of these steps, and the state behind them.
@@ -63,7 +55,7 @@ fn activations_of_samples_that_come_again_are_sent_as_differences() {
             ..plan(mesh)
         };
         let run = |model: &Arc<dyn Model>, plan: &Plan, opaque| {
-            let (mut reports, state) = run_on(model, plan, opaque, again).unwrap();
+            let (mut reports, state) = run_on(model, plan, opaque, again);
             (reports.swap_remove(0), state)
         };
         let wanted = run(&tower(4), &on("pp=4", compress, &[]), false);
@@ -74,7 +66,7 @@ fn activations_of_samples_that_come_again_are_sent_as_differences() {
             assert!(got.1 == wanted.1, "{forward} on {mesh}: states");
             assert_same(forward, &got, &wanted);
         }
-        let tp = run_on(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), false, again).unwrap();
+        let tp = run_on(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), false, again);
         assert!((tp.0[0][2].loss / wanted.0[2].loss - 1.0).abs() < 1e-4, "{forward} over tp");
         for (rank, reports) in tp.0.iter().enumerate() {
             let predicted = predict(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), rank).unwrap();

@@ -2,6 +2,7 @@
 //! does not go with it is refused.
 
 use super::{batch, go_on, go_on_with, model, noise, on, tower};
+use crate::experts::in_every_layer;
 use meshwork_compress::{Feedback, Scheme};
 use meshwork_core::{Mesh, World};
 use meshwork_engine::dry_run::predict;
@@ -86,14 +87,7 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
     // Of a token that several experts of a rank have read, the rank sends the sum of the gradients.
     let moe =
         MoeConfig { num_experts: 8, top_k: 4, router: RouterKind::TopK, aux_loss_coeff: 0.02, ..MoeConfig::default() };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 1,
-        expert_hidden_size: 32,
-        over_tp: true,
-    };
+    let experts = ExpertsConfig { every_n_layers: 2, num_shared_experts: 1, over_tp: true, ..in_every_layer(moe, 32) };
     let models: [(&str, Arc<dyn Model>); 4] = [
         ("gpt2", model()),
         ("gpt2, sequence parallel", Arc::new(Gpt2::new(config).sequence_parallel(true))),
@@ -228,14 +222,8 @@ fn experts_learn_on_every_mesh() {
     for router in [RouterKind::Switch, RouterKind::TopK, RouterKind::Bias] {
         let top_k = if router == RouterKind::Switch { 1 } else { 2 };
         let moe = MoeConfig { num_experts: 4, top_k, router, aux_loss_coeff: 0.02, ..MoeConfig::default() };
-        let experts = ExpertsConfig {
-            moe,
-            every_n_layers: 2,
-            first_dense_layers: 0,
-            num_shared_experts: 1,
-            expert_hidden_size: 32,
-            over_tp: true,
-        };
+        let experts =
+            ExpertsConfig { every_n_layers: 2, num_shared_experts: 1, over_tp: true, ..in_every_layer(moe, 32) };
         let config =
             Gpt2Config { vocab_size: super::VOCAB, seq_len: super::SEQ, hidden_size: 32, ..Gpt2Config::default() };
         let model: Arc<dyn Model> = Arc::new(Gpt2::new(config).with_experts(Some(experts)));

@@ -4,6 +4,7 @@
 mod projections;
 
 use super::{batch, go_on_with, llama, model, on};
+use crate::experts::in_every_layer;
 use meshwork_core::World;
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{DType, OpKind};
@@ -76,14 +77,7 @@ fn rules() -> [Rule; 6] {
 /// Four experts in every other layer.
 fn experts() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::Switch, top_k: 1, ..MoeConfig::default() };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 0,
-        expert_hidden_size: 32,
-        over_tp: false,
-    };
+    let experts = ExpertsConfig { every_n_layers: 2, ..in_every_layer(moe, 32) };
     Arc::new(Gpt2::new(super::small_gpt2()).with_experts(Some(experts)))
 }
 

@@ -4,6 +4,7 @@
 
 use super::super::{batch, llama, model, on, small_llama};
 use super::{CANONICAL, cut, experts};
+use crate::experts::in_every_layer;
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
@@ -19,14 +20,7 @@ use std::sync::Arc;
 /// A Llama with four SwiGLU experts and a shared one in every other layer: a small Mixtral.
 pub fn mixtral() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::TopK, top_k: 2, ..MoeConfig::default() };
-    let experts = ExpertsConfig {
-        moe,
-        every_n_layers: 2,
-        first_dense_layers: 0,
-        num_shared_experts: 1,
-        expert_hidden_size: 32,
-        over_tp: false,
-    };
+    let experts = ExpertsConfig { every_n_layers: 2, num_shared_experts: 1, ..in_every_layer(moe, 32) };
     Arc::new(Llama::new(small_llama()).with_experts(Some(experts)))
 }
 
