@@ -66,13 +66,14 @@ fn a_run_on_a_quantised_base_goes_on_on_another_mesh() {
     let (folder, data) = (tempfile::tempdir().unwrap(), Recorded::of("gpt2").data());
     let steps = |steps: usize, more: &str| {
         let base = "--set lora.quantization=nf4 --set lora.block_size=2 --set training.numerics=canonical";
-        run(&from_adapter("llama_scaled", &format!("{base} --set training.steps={steps} {more}")), &data)
+        let base = format!("{base} --set training.global_batch_size=4 --set training.steps={steps}");
+        run(&from_adapter("llama_scaled", &format!("{base} {more}")), &data)
     };
     let (whole, dir) = (steps(4, ""), format!("--set checkpoint.dir={}", folder.path().display()));
     assert_eq!(steps(2, &dir), whole[..2]);
     let dir = format!("{dir} --set checkpoint.resume=true");
     // A rank of four keeps two rows of gate and up, and half of one.
-    assert_eq!(steps(3, &format!("{dir} --mesh dp=2,tp=2,cp=2 --set parallelism.zero_stage=3")), whole[2..3]);
+    assert_eq!(steps(3, &format!("{dir} --mesh dp=4,tp=2 --set parallelism.zero_stage=3")), whole[2..3]);
     assert_eq!(steps(4, &format!("{dir} --mesh pp=2")), whole[3..]);
 }
 
