@@ -67,6 +67,12 @@ def variants():
     return {(kernel, name): (CUDA / f"{file}.cu", macros.replace(" = ", "=").split(", ")) for kernel, file, name, macros in found}
 
 
+def in_f16():
+    """{(kernel, "f16"): its file} of the files of src/f16.rs."""
+    files = re.findall(r'in_f16!\("(\w+)"\)', (ROOT / "kernels/src/f16.rs").read_text(encoding="utf-8"))
+    return {(kernel, "f16"): source for source in (CUDA / f"{file}.cu" for file in files) for kernel in KERNEL.findall(source.read_text(encoding="utf-8"))}
+
+
 def nvcc(venv):
     """The compiler, installed if need be."""
     found = sorted(venv.glob("lib/python3*/site-packages/nvidia/cu13/bin/nvcc"))
@@ -78,7 +84,8 @@ def nvcc(venv):
 
 
 def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
-    """(faults, {(kernel, target): (registers, shared bytes)}) of a file for a target; of a variant of a kernel, {((kernel, variant), target): ..}."""
+    """(faults, {(kernel, target): (registers, shared bytes)}) of a file for a target; {((kernel, variant), target): ..} of a variant: of one kernel, or of
+    all where it names none."""
     kept = Path(tempfile.mkdtemp(dir=folder))
     only, name = variant
     command = [str(compiler), *options(), f"-arch={target}", "-Werror", "all-warnings", "-I", str(CUDA), str(source)]
@@ -88,6 +95,7 @@ def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
     if made.returncode:
         return [f"{source.name} for {target}:\n{made.stdout}{made.stderr}"], {}
     faults, table, kernel = [], {}, None
+    key = lambda kernel: (kernel, name) if name else kernel
     for line in made.stderr.splitlines():
         if found := ENTRY.search(line):
             kernel = found.group(1)
@@ -96,7 +104,7 @@ def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
                 faults.append(f"{source.name} for {target}: {kernel} {name}: {line.strip()}")
         elif found := USED.search(line):
             if only in ("", kernel):
-                table[variant if only else kernel, target] = (int(found.group(1)), int(found.group(2) or 0))
+                table[key(kernel), target] = (int(found.group(1)), int(found.group(2) or 0))
     ptx = MEANT.sub("", next(kept.glob("*.ptx")).read_text(encoding="utf-8"))
     for found in UNROUNDED.finditer(ptx):
         faults.append(f"{source.name} for {target}: rounds as ptxas likes: {found.group(0).strip()}")
@@ -104,7 +112,7 @@ def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
         threads = dict(re.findall(r"\.entry (\w+)\(.*?\.maxntid (\d+)", ptx, re.DOTALL))
         for kernel, code in functions(compiler, kept / "kernels.cubin").items():
             if only in ("", kernel) and kernel in threads:
-                table[variant if only else kernel, "code"] = (code, int(threads[kernel]))
+                table[key(kernel), "code"] = (code, int(threads[kernel]))
     return faults, table
 
 
@@ -234,9 +242,8 @@ def counts(sources, table, old):
         lines.extend(row(old, f"| by the element: `{kernel}` | ", lambda: f"{of_element(kernel, table[kernel, 'code'][0]):.1f} |"))
     lines += ["", "| kernel | LDSM | HMMA | HMMA for each LDSM | instructions | MUFU | at most on an H100 | on an A100 | blocks on an SM |", "|---|" + 8 * "---|"]
     names = [name for source in sources if source.stem in PRODUCTS for name in KERNEL.findall(source.read_text(encoding="utf-8"))]
-    for key in [*names, *variants()]:
-        if isinstance(key, tuple) and variants()[key][0].stem not in PRODUCTS:
-            continue
+    of_products_alone = [key for key, (source, _) in variants().items() if source.stem in PRODUCTS]
+    for key in [*names, *of_products_alone, *in_f16()]:
         name = f"`{key}`" if isinstance(key, str) else f"`{key[0]}`, {key[1]}"
         lines.extend(row(old, f"| by the product: {name} | ", lambda: of_products(key, table)))
     return lines
@@ -271,9 +278,9 @@ def report(sources, table, old):
         names = KERNEL.findall(source.read_text(encoding="utf-8"))
         for name in names:
             lines.extend(row(old, f"| {source.name} | `{name}` | ", lambda: taken(table, name)))
-    lines += ["", "Variants (`src/variants.rs`):", "", *lines[5:7]]
+    lines += ["", "Variants (`src/variants.rs`), and the forms of f16 (`src/f16.rs`):", "", *lines[5:7]]
     lines[-2] = lines[-2].replace("file | kernel", "kernel | variant")
-    for variant in variants():
+    for variant in [*variants(), *in_f16()]:
         lines.extend(row(old, f"| `{variant[0]}` | {variant[1]} | ", lambda: taken(table, variant)))
     return "\n".join(lines + counts(sources, table, old)) + "\n"
 
@@ -288,6 +295,7 @@ def main():
     asked = [source for source in sources if not arguments.only or source.stem in arguments.only]
     jobs = [(source, target) for source in asked for target in TARGETS]
     jobs += [(source, target, variant, macros) for variant, (source, macros) in variants().items() if source in asked for target in TARGETS]
+    jobs += [(source, target, ("", "f16"), ("HALF_TYPE=F16Type",)) for source in sorted(set(in_f16().values())) if source in asked for target in TARGETS]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda job: compile_one(compiler, job[0], job[1], Path(folder), *job[2:]), jobs))
     faults, table = [fault for found, _ in results for fault in found], {}

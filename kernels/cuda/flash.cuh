@@ -25,55 +25,56 @@ template <int DIM, int T> DEVICE void load_rows(u32 (&a)[T][4], Tiles tiles, int
 }
 
 // c [16 T, 8 N] += A Bᵀ of 16 columns, from `column` on, of rows 0 .. 8 N of the tile of place_of_b.
-template <int DIM, int T, int N> DEVICE void add_columns(float (&c)[T][N][4], const u32 (&a)[T][4], Tiles tiles, int place, int column) {
+template <int DIM, class Half, int T, int N> DEVICE void add_columns(float (&c)[T][N][4], const u32 (&a)[T][4], Tiles tiles, int place, int column) {
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
         u32 b[4];
         load_matrices(b, tiles, place, column, 8 * j * DIM);
 #pragma unroll
         for (int t = 0; t < T; t++) {
-            mma(c[t][j], a[t], b[0], b[1]);
-            mma(c[t][j + 1], a[t], b[2], b[3]);
+            mma<Half>(c[t][j], a[t], b[0], b[1]);
+            mma<Half>(c[t][j + 1], a[t], b[2], b[3]);
         }
     }
 }
 
 // c [16 T, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
-template <int DIM, int T, int N> DEVICE void add_product(float (&c)[T][N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+template <int DIM, class Half, int T, int N> DEVICE void add_product(float (&c)[T][N][4], Tiles tiles, int a_tile, int row, int b_tile) {
     int a_place = place_of_a<DIM>(a_tile + row * DIM), b_place = place_of_b<DIM>(b_tile);
 #pragma unroll
     for (int e = 0; e < DIM / 16; e++) {
         u32 a[T][4];
         load_rows<DIM>(a, tiles, a_place, 16 * e);
-        add_columns<DIM>(c, a, tiles, b_place, 16 * e);
+        add_columns<DIM, Half>(c, a, tiles, b_place, 16 * e);
     }
 }
 
 // The same with A in registers.
-template <int DIM, int T, int N> DEVICE void add_product(float (&c)[T][N][4], const u32 (&a)[DIM / 16][T][4], Tiles tiles, int b_tile) {
+template <int DIM, class Half, int T, int N>
+DEVICE void add_product(float (&c)[T][N][4], const u32 (&a)[DIM / 16][T][4], Tiles tiles, int b_tile) {
     int b_place = place_of_b<DIM>(b_tile);
 #pragma unroll
-    for (int e = 0; e < DIM / 16; e++) add_columns<DIM>(c, a[e], tiles, b_place, 16 * e);
+    for (int e = 0; e < DIM / 16; e++) add_columns<DIM, Half>(c, a[e], tiles, b_place, 16 * e);
 }
 
 // c [16 T, 8 M] += A B, where A is 16 T rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
 // `column` on of a tile.
-template <int DIM, int T, int M, int N>
+template <int DIM, class Half, int T, int M, int N>
 DEVICE void add_product_of(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column = 0) {
     int b_place = place_of_a<DIM>(b_tile);
 #pragma unroll
     for (int j = 0; j < N / 2; j++) {
         u32 a[T][4];
 #pragma unroll
-        for (int t = 0; t < T; t++) as_operand(a[t], left[t][2 * j], left[t][2 * j + 1]);
+        for (int t = 0; t < T; t++) as_operand<Half>(a[t], left[t][2 * j], left[t][2 * j + 1]);
 #pragma unroll
         for (int e = 0; e < M / 2; e++) {
             u32 b[4];
             load_matrices_transposed(b, tiles, b_place, column + 16 * e, 16 * j * DIM);
 #pragma unroll
             for (int t = 0; t < T; t++) {
-                mma(c[t][2 * e], a[t], b[0], b[1]);
-                mma(c[t][2 * e + 1], a[t], b[2], b[3]);
+                mma<Half>(c[t][2 * e], a[t], b[0], b[1]);
+                mma<Half>(c[t][2 * e + 1], a[t], b[2], b[3]);
             }
         }
     }
@@ -266,7 +267,7 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
 
 // Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse. This
 // lane's first row is `own`.
-template <int DIM, int T>
+template <int DIM, class Half, int T>
 DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float (&o)[T][DIM / 8][4], const HeadOfBlock& head, int own, u16* out, float* lse,
                           i64 heads, int first, int count, i64 in_memory, int head_dim, float scale) {
     u16* to = out + (head.sample * in_memory * heads + head.head) * head_dim;
@@ -278,7 +279,7 @@ DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float 
         of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
         // A query that sees no key has no powers.
         float inverse0 = of.total0 > 0.0f ? 1.0f / of.total0 : 0.0f, inverse1 = of.total1 > 0.0f ? 1.0f / of.total1 : 0.0f;
-        put_rows<DIM>(tiles, 0, o[t], inverse0, inverse1, (static_cast<int>(threadIdx.x) / WARP * T + t) * 16, 0);
+        put_rows<DIM, Half>(tiles, 0, o[t], inverse0, inverse1, (static_cast<int>(threadIdx.x) / WARP * T + t) * 16, 0);
         if (lane_of_warp() % 4 != 0) continue;
         int row = own + 16 * t;
         if (row < count) lse_head[row] = of.total0 > 0.0f ? of.max0 * scale + ln_bits(of.total0) : -INFINITE;

@@ -29,6 +29,11 @@
 // Bits      not the CPU's, but deterministic from run to run. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
+// bf16, or f16 where src/f16.rs compiles this file once more.
+#ifndef HALF_TYPE
+#define HALF_TYPE Bf16Type
+#endif
+
 // D of each row. Elements: `lanes` times the rows, lanes = head_dim / 8 rounded up to a power of two.
 KERNEL flash_dots(const u16* dout, const u16* out, float* dots, i64 batch, i64 seq, i64 heads, i64 head_dim) {
     int lanes = 1;
@@ -39,8 +44,8 @@ KERNEL flash_dots(const u16* dout, const u16* out, float* dots, i64 batch, i64 s
     if (row < batch * seq * heads && lane * CHUNK < head_dim) {
         Chunk x = load_chunk(dout + row * head_dim + lane * CHUNK), y = load_chunk(out + row * head_dim + lane * CHUNK);
         for (int i = 0; i < 4; i++) {
-            sum = fmaf(from_bf16(static_cast<u16>(x.word[i])), from_bf16(static_cast<u16>(y.word[i])), sum);
-            sum = fmaf(from_bf16(static_cast<u16>(x.word[i] >> 16)), from_bf16(static_cast<u16>(y.word[i] >> 16)), sum);
+            sum = fmaf(HALF_TYPE::low(x.word[i]), HALF_TYPE::low(y.word[i]), sum);
+            sum = fmaf(HALF_TYPE::high(x.word[i]), HALF_TYPE::high(y.word[i]), sum);
         }
     }
     for (int width = lanes / 2; width > 0; width /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, width);
@@ -59,7 +64,7 @@ struct FlashOperands {
 
 // ROWS: rows of a block. T: 16 rows of a warp. SHARE: warps with the same rows. Both compute S and dP; each sums its
 // part of the features. HELD: whether the queries stay in registers.
-template <int DIM, int ROWS, int STEP, int T, int SHARE, bool HELD, class Drop>
+template <class Half, int DIM, int ROWS, int STEP, int T, int SHARE, bool HELD, class Drop>
 DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row, const Drop& drops) {
     constexpr int DOUT = ROWS * DIM, PAIR = 2 * ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM, TEAM = TEAM_OF<ROWS, T, SHARE>;
     TILES(tiles, 2 * ROWS * DIM + 4 * STEP * DIM);
@@ -111,9 +116,9 @@ DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row, const
         if (keys > of_warp + 16 * T - 1) continue;  // the last query of this warp precedes them
         float s[T][STEP / 8][4], dp[T][STEP / 8][4];
         clear(s), clear(dp);
-        if (HELD) add_product<DIM>(s, held, tiles, pair);
-        else add_product<DIM>(s, tiles, 0, warp_row, pair);
-        add_product<DIM>(dp, tiles, DOUT, warp_row, pair + VALUES);
+        if (HELD) add_product<DIM, Half>(s, held, tiles, pair);
+        else add_product<DIM, Half>(s, tiles, 0, warp_row, pair);
+        add_product<DIM, Half>(dp, tiles, DOUT, warp_row, pair + VALUES);
 #pragma unroll
         for (int t = 0; t < T; t++) {
             drop(dp[t], drops.of(head.sample, head.head), tokens.past + i0 + 16 * t, keys);
@@ -123,18 +128,18 @@ DEVICE void flash_backward_q(const FlashOperands& of, u16* dq, i64 dq_row, const
 #pragma unroll
             for (int t = 0; t < T; t++) mask(s[t], query_pair(sees, tokens, here(i0) + 16 * t, count), keys, 0.0f);
         }
-        add_product_of<DIM>(sum, s, tiles, pair, column);
+        add_product_of<DIM, Half>(sum, s, tiles, pair, column);
     }
     u16* to = dq + head.sample * of.rows * dq_row + head.head * of.head_dim;
     __syncthreads();  // the queries have been read
 #pragma unroll
-    for (int t = 0; t < T; t++) put_rows<DIM>(tiles, 0, sum[t], of.scale, of.scale, warp_row + 16 * t, column / CHUNK);
+    for (int t = 0; t < T; t++) put_rows<DIM, Half>(tiles, 0, sum[t], of.scale, of.scale, warp_row + 16 * t, column / CHUNK);
     __syncthreads();
     store_tile<ROWS, DIM, TEAM>(tiles, 0, to, dq_row, first, count, of.head_dim);
 }
 
 // ROWS, T, SHARE: as for dQ. Of two warps with the same rows, one sums dK and the other dV; both compute S.
-template <int DIM, int ROWS, int STEP, int T, int SHARE, class Drop>
+template <class Half, int DIM, int ROWS, int STEP, int T, int SHARE, class Drop>
 DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv_row, const Drop& drops) {
     constexpr int VALUES = ROWS * DIM, PAIR = 2 * ROWS * DIM, DOUT = STEP * DIM, PAIRS = 2 * STEP * DIM, TEAM = TEAM_OF<ROWS, T, SHARE>;
     TILES(tiles, 2 * ROWS * DIM + 4 * STEP * DIM);
@@ -184,8 +189,8 @@ DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv
         if (tokens.past + from + STEP <= first + warp_row) continue;  // they all precede the first key of this warp
         float p[T][STEP / 8][4], dp[T][STEP / 8][4];
         clear(p), clear(dp);
-        add_product<DIM>(p, tiles, 0, warp_row, pair);
-        if (sums_k) add_product<DIM>(dp, tiles, VALUES, warp_row, pair + DOUT);
+        add_product<DIM, Half>(p, tiles, 0, warp_row, pair);
+        if (sums_k) add_product<DIM, Half>(dp, tiles, VALUES, warp_row, pair + DOUT);
         int rows = count - from, token = tokens.past + from, key = j0 - token;
 #pragma unroll
         for (int j = 0; j < STEP / 8; j++) {
@@ -210,15 +215,15 @@ DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv
                 }
             }
         }
-        if (sums_v) add_product_of<DIM>(v_sum, p, tiles, pair + DOUT);
-        if (sums_k) add_product_of<DIM>(k_sum, dp, tiles, pair);
+        if (sums_v) add_product_of<DIM, Half>(v_sum, p, tiles, pair + DOUT);
+        if (sums_k) add_product_of<DIM, Half>(k_sum, dp, tiles, pair);
     }
     i64 to = sample * of.keys * dkv_row + kv_at;
     __syncthreads();  // the keys and values have been read
 #pragma unroll
     for (int t = 0; t < T; t++) {
-        if (sums_k) put_rows<DIM>(tiles, 0, k_sum[t], of.scale, of.scale, warp_row + 16 * t, 0);
-        if (sums_v) put_rows<DIM>(tiles, VALUES, v_sum[t], 1.0f, 1.0f, warp_row + 16 * t, 0);
+        if (sums_k) put_rows<DIM, Half>(tiles, 0, k_sum[t], of.scale, of.scale, warp_row + 16 * t, 0);
+        if (sums_v) put_rows<DIM, Half>(tiles, VALUES, v_sum[t], 1.0f, 1.0f, warp_row + 16 * t, 0);
     }
     __syncthreads();
     store_tile<ROWS, DIM, TEAM>(tiles, 0, dk + to, dkv_row, first, tokens.keys, of.head_dim);
@@ -240,7 +245,7 @@ DEVICE void flash_backward_kv(const FlashOperands& of, u16* dk, u16* dv, i64 dkv
 KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<64, FLASH_ROWS, 32, 2, 1, true>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
+    flash_backward_q<HALF_TYPE, 64, FLASH_ROWS, 32, 2, 1, true>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 #undef MOST_THREADS
@@ -248,7 +253,7 @@ KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, 
 KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<128, FLASH_ROWS, 32, 2, 1, false>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
+    flash_backward_q<HALF_TYPE, 128, FLASH_ROWS, 32, 2, 1, false>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 #undef MOST_THREADS
@@ -256,7 +261,7 @@ KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v,
 KERNEL flash_backward_q_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_q<256, FLASH_ROWS / BACKWARD_Q_256_SHARE, 16, 1, BACKWARD_Q_256_SHARE, false>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
+    flash_backward_q<HALF_TYPE, 256, FLASH_ROWS / BACKWARD_Q_256_SHARE, 16, 1, BACKWARD_Q_256_SHARE, false>(FLASH_OPERANDS, dq, dq_row, KeepsAll{});
 }
 
 #undef MOST_THREADS
@@ -265,7 +270,7 @@ KERNEL flash_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v,
                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                             float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<64, FLASH_ROWS, 32, BACKWARD_KV_64_T, 1>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
+    flash_backward_kv<HALF_TYPE, 64, FLASH_ROWS, 32, BACKWARD_KV_64_T, 1>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
 }
 
 #undef MOST_THREADS
@@ -274,14 +279,14 @@ KERNEL flash_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v
                              const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<128, FLASH_ROWS, 32, 2, 2>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
+    flash_backward_kv<HALF_TYPE, 128, FLASH_ROWS, 32, 2, 2>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
 }
 
 KERNEL flash_backward_kv_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                              const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window) {
-    flash_backward_kv<256, 64, 16, 1, 2>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
+    flash_backward_kv<HALF_TYPE, 256, 64, 16, 1, 2>(FLASH_OPERANDS, dk, dv, dkv_row, KeepsAll{});
 }
 
 #undef MOST_THREADS
@@ -290,7 +295,7 @@ KERNEL flash_dropout_backward_q_64(const u16* q, i64 q_row, const u16* k, const 
                            u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                    float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_q<64, FLASH_ROWS, 32, 2, 1, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+    flash_backward_q<HALF_TYPE, 64, FLASH_ROWS, 32, 2, 1, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
 }
 
 #undef MOST_THREADS
@@ -299,14 +304,14 @@ KERNEL flash_dropout_backward_q_128(const u16* q, i64 q_row, const u16* k, const
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                     float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_q<128, FLASH_ROWS, 32, 1, 1, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+    flash_backward_q<HALF_TYPE, 128, FLASH_ROWS, 32, 1, 1, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
 }
 
 KERNEL flash_dropout_backward_q_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
                             u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                     float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_q<256, 64, 16, 1, 2, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
+    flash_backward_q<HALF_TYPE, 256, 64, 16, 1, 2, false>(FLASH_OPERANDS, dq, dq_row, FLASH_DROPS);
 }
 
 KERNEL flash_dropout_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
@@ -314,7 +319,7 @@ KERNEL flash_dropout_backward_kv_64(const u16* q, i64 q_row, const u16* k, const
                             float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                     float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_kv<64, FLASH_ROWS, 32, 1, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
+    flash_backward_kv<HALF_TYPE, 64, FLASH_ROWS, 32, 1, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
 }
 
 KERNEL flash_dropout_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
@@ -322,7 +327,7 @@ KERNEL flash_dropout_backward_kv_128(const u16* q, i64 q_row, const u16* k, cons
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                      float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_kv<128, FLASH_ROWS, 16, 1, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
+    flash_backward_kv<HALF_TYPE, 128, FLASH_ROWS, 16, 1, 1>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
 }
 
 KERNEL flash_dropout_backward_kv_256(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
@@ -330,5 +335,5 @@ KERNEL flash_dropout_backward_kv_256(const u16* q, i64 q_row, const u16* k, cons
                              float scale, const int* firsts,
                            i64 keys, i64 first_query, i64 rows, i64 window, u32 key0, u32 key1, float p,
                                      float kept, i64 first_sample, i64 first_head, i64 global_heads, i64 first_key, i64 sequence) {
-    flash_backward_kv<256, 64, 16, 1, 2>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
+    flash_backward_kv<HALF_TYPE, 256, 64, 16, 1, 2>(FLASH_OPERANDS, dk, dv, dkv_row, FLASH_DROPS);
 }

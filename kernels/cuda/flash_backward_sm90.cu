@@ -71,14 +71,14 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
         score_gradients(s, dp, row, scale * static_cast<float>(LOG2_E));
         if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, rows, keys, 0.0f);
         u32 ds[STEP / 16][4];
-        as_operands(ds, s);
+        as_operands<Bf16Type>(ds, s);
         warp_group_begin();
         add_groups(sum, tiles, ds, ring.place(n));
         warp_group_commit();
         warp_group_wait<0>();
     }
     u16* to = dq + head.sample * in_memory * dq_row + head.head * head_dim;
-    store_rows<DIM>(tiles, 0, sum, scale, scale, to, dq_row, first, count, head_dim);
+    store_rows<DIM, Bf16Type>(tiles, 0, sum, scale, scale, to, dq_row, first, count, head_dim);
 }
 
 // The numbers of STEP queries, which all groups of a block read: lse in powers of two, then D.
@@ -176,7 +176,7 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
             }
             if (hides || tokens.past + from < first + group_row + GROUP_ROWS - 1) mask_of_keys(p, sees, tokens, from, key, row_count);
             u32 weights[STEP / 16][4], ds[STEP / 16][4];
-            as_operands(weights, p);
+            as_operands<Bf16Type>(weights, p);
             warp_group_wait<0>();
 #pragma unroll
             for (int j = 0; j < STEP / 8; j++) {
@@ -186,7 +186,7 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
                     dp[j][c] = p[j][c] * (dp[j][c] - of_query), dp[j][2 + c] = p[j][2 + c] * (dp[j][2 + c] - of_query);
                 }
             }
-            as_operands(ds, dp);
+            as_operands<Bf16Type>(ds, dp);
             warp_group_begin();
             add_groups(v_sum, tiles, weights, queries + DOUT);
             add_groups(k_sum, tiles, ds, queries);
@@ -196,8 +196,8 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
         next.write(tiles, NUMBERS + (n + 1) % 2 * OF_STAGE);
     }
     i64 to = sample * keys_in_memory * dkv_row + kv_head * head_dim;
-    store_rows<DIM>(tiles, 0, k_sum, scale, scale, dk + to, dkv_row, first, tokens.keys, head_dim);
-    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens.keys, head_dim);
+    store_rows<DIM, Bf16Type>(tiles, 0, k_sum, scale, scale, dk + to, dkv_row, first, tokens.keys, head_dim);
+    store_rows<DIM, Bf16Type>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens.keys, head_dim);
 }
 
 // Keys, or queries, of a tile, and pairs of tiles.

@@ -28,9 +28,14 @@
 // Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
+// bf16, or f16 where src/f16.rs compiles this file once more.
+#ifndef HALF_TYPE
+#define HALF_TYPE Bf16Type
+#endif
+
 // T: 16 rows of a warp. HELD: whether the queries stay in registers; otherwise each product reads them from shared
 // memory. Drop: Drops or KeepsAll.
-template <int DIM, int STEP, int T, bool HELD, class Drop>
+template <class Half, int DIM, int STEP, int T, bool HELD, class Drop>
 DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                           i64 first_kv, int head_dim, float scale, const int* firsts, i64 keys_in_memory, i64 past, i64 in_memory, i64 window, const Drop& drops) {
     constexpr int PAIR = FLASH_ROWS * DIM, VALUES = STEP * DIM, PAIRS = 2 * STEP * DIM;  // places and sizes of tiles
@@ -80,8 +85,8 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 
         float s[T][STEP / 8][4];
         clear(s);
-        if (HELD) add_product<DIM>(s, held, tiles, pair);
-        else add_product<DIM>(s, tiles, 0, warp_row, pair);
+        if (HELD) add_product<DIM, Half>(s, held, tiles, pair);
+        else add_product<DIM, Half>(s, tiles, 0, warp_row, pair);
         if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) {
 #pragma unroll
             for (int t = 0; t < T; t++) mask(s[t], query_pair(sees, tokens, here(own) + 16 * t, count), keys, -INFINITE);
@@ -91,14 +96,14 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
             online_softmax(softmax[t], s[t], o[t], scale * static_cast<float>(LOG2_E));
             drop(s[t], drops.of(head.sample, head.head), tokens.past + own + 16 * t, keys);
         }
-        add_product_of<DIM>(o, s, tiles, pair + VALUES);
+        add_product_of<DIM, Half>(o, s, tiles, pair + VALUES);
     }
-    store_outputs<DIM>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
+    store_outputs<DIM, Half>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 #define FLASH_FORWARD(DIM, STEP, T, HELD, ...) \
-    flash_forward<DIM, STEP, T, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, first_query, rows, \
-                                   window, __VA_ARGS__)
+    flash_forward<HALF_TYPE, DIM, STEP, T, HELD>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, keys, \
+                                              first_query, rows, window, __VA_ARGS__)
 
 // Overridden by src/variants.rs: keys of a tile, 16 rows of a warp.
 #ifndef FORWARD_64_KEYS

@@ -62,13 +62,13 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
         if (hides || keys + STEP > smaller(of_group + 1, tokens.keys)) mask(s, query_pair(sees, tokens, own, count), keys, -INFINITE);
         online_softmax(softmax[0], s, o[0], scale * static_cast<float>(LOG2_E));
         u32 p[STEP / 16][4];
-        as_operands(p, s);
+        as_operands<Bf16Type>(p, s);
         warp_group_begin();
         add_groups(o[0], tiles, p, ring.place(n) + VALUES);
         warp_group_commit();
         warp_group_wait<0>();
     }
-    store_outputs<DIM>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
+    store_outputs<DIM, Bf16Type>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 // Keys of a tile, and pairs of tiles.

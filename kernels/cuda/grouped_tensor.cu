@@ -155,8 +155,8 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
                 else load_b<TERMS>(columns, tiles, b_tile, warp_column() + 8 * j, k);
 #pragma unroll
                 for (int i = 0; i < WARP_ROWS / 16; i++) {
-                    mma(c[i][j], rows[i], columns[0], columns[1]);
-                    mma(c[i][j + 1], rows[i], columns[2], columns[3]);
+                    mma<Bf16Type>(c[i][j], rows[i], columns[0], columns[1]);
+                    mma<Bf16Type>(c[i][j + 1], rows[i], columns[2], columns[3]);
                 }
             }
         }

@@ -17,13 +17,14 @@ template <class Type> struct Halves {
     DEVICE Halves operator+(i64 i) const { return {at + i}; }
 };
 
-// A type of 16 bits: the values of a word in f32, two numbers rounded to a word (of NaN some NaN), one number, NaN
-// alone, and tensors of it.
+// A type of 16 bits: the values of a word in f32, two numbers rounded to a word (of NaN some NaN), for tensor cores
+// (subnormals stay), one number, NaN alone, and tensors of it.
 struct Bf16Type {
     DEVICE static float wide(u16 x) { return from_bf16(x); }
     DEVICE static float low(u32 word) { return __uint_as_float(word << 16); }
     DEVICE static float high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
     DEVICE static u32 narrow(float low, float high) { return pack(flushed(low), flushed(high)); }
+    DEVICE static u32 operands(float low, float high) { return pack(low, high); }
     DEVICE static u16 narrow(float x) { return to_operand(x); }
     DEVICE static u16 nan(float x) { return nan_bf16(x); }
     DEVICE Halves<Bf16Type> operator()(const u16* at) const { return {const_cast<u16*>(at)}; }
@@ -34,6 +35,7 @@ struct F16Type {
     DEVICE static float low(u32 word) { return from_f16(static_cast<u16>(word)); }
     DEVICE static float high(u32 word) { return from_f16(static_cast<u16>(word >> 16)); }
     DEVICE static u32 narrow(float low, float high) { return pack_f16(low, high); }
+    DEVICE static u32 operands(float low, float high) { return pack_f16(low, high); }
     DEVICE static u16 narrow(float x) { return to_f16(x); }
     DEVICE static u16 nan(float x) { return nan_f16(x); }
     DEVICE Halves<F16Type> operator()(const u16* at) const { return {const_cast<u16*>(at)}; }

@@ -14,7 +14,7 @@
 //           ^ (r & 7): the 8 rows of one matrix that ldmatrix reads, and the 8 chunks that 8 lanes of a copy write, are
 //           in 8 different groups of 4 banks, so that neither has a conflict of banks.
 #pragma once
-#include "float16.cuh"
+#include "halves.cuh"
 #include "warp.cuh"
 
 #define CHUNK 8  // elements of 16 bytes
@@ -32,9 +32,17 @@ using Tiles = u16*;
 
 DEVICE u32 shared_address(const u16* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// d += a b, summed in f32.
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d += a b, of Bf16Type or F16Type, summed in f32.
+template <class Half> DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+template <> DEVICE void mma<Bf16Type>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <> DEVICE void mma<F16Type>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -149,15 +157,15 @@ template <int N> DEVICE void clear(float (&c)[N][4]) {
 }
 
 // A from two neighbouring tiles of C.
-DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
-    a[0] = pack(left[0], left[1]), a[1] = pack(left[2], left[3]);
-    a[2] = pack(right[0], right[1]), a[3] = pack(right[2], right[3]);
+template <class Half> DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = Half::operands(left[0], left[1]), a[1] = Half::operands(left[2], left[3]);
+    a[2] = Half::operands(right[0], right[1]), a[3] = Half::operands(right[2], right[3]);
 }
 
 // A from all pairs of neighbouring tiles of C.
-template <int K> DEVICE void as_operands(u32 (&a)[K][4], const float (&c)[2 * K][4]) {
+template <class Half, int K> DEVICE void as_operands(u32 (&a)[K][4], const float (&c)[2 * K][4]) {
 #pragma unroll
-    for (int k = 0; k < K; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
+    for (int k = 0; k < K; k++) as_operand<Half>(a[k], c[2 * k], c[2 * k + 1]);
 }
 
 // Sum and maximum over the four lanes that share a row of C.
@@ -195,12 +203,12 @@ template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, cons
 
 // Writes a warp's tiles of C, times `upper` (rows g) and `lower` (rows g + 8) of the lane, to rows row .. row + 16 and
 // the columns from chunk `chunk` on of a tile.
-template <int WIDTH, int N> DEVICE void put_rows(Tiles tiles, int tile, const float (&c)[N][4], float upper, float lower, int row, int chunk) {
+template <int WIDTH, class Half, int N> DEVICE void put_rows(Tiles tiles, int tile, const float (&c)[N][4], float upper, float lower, int row, int chunk) {
     int lane = lane_of_warp(), g = row + lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        write_word(tiles, tile + place<WIDTH>(g, chunk + j) + 2 * t, pack(c[j][0] * upper, c[j][1] * upper));
-        write_word(tiles, tile + place<WIDTH>(g + 8, chunk + j) + 2 * t, pack(c[j][2] * lower, c[j][3] * lower));
+        write_word(tiles, tile + place<WIDTH>(g, chunk + j) + 2 * t, Half::operands(c[j][0] * upper, c[j][1] * upper));
+        write_word(tiles, tile + place<WIDTH>(g + 8, chunk + j) + 2 * t, Half::operands(c[j][2] * lower, c[j][3] * lower));
     }
 }
 
@@ -216,10 +224,10 @@ DEVICE void store_tile(Tiles tiles, int tile, u16* to, i64 row, int first, int e
 
 // Writes each warp's tiles of C for its 16 rows through a tile to memory: in whole chunks, where 4 lanes of a row would
 // otherwise write 16 bytes in 4 pieces. Contains barriers of the block.
-template <int WIDTH>
+template <int WIDTH, class Half>
 DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
     __syncthreads();  // the old contents of the tile have been read
-    put_rows<WIDTH>(tiles, tile, c, upper, lower, static_cast<int>(threadIdx.x) / WARP * 16, 0);
+    put_rows<WIDTH, Half>(tiles, tile, c, upper, lower, static_cast<int>(threadIdx.x) / WARP * 16, 0);
     __syncthreads();
     store_tile<THREADS / WARP * 16, WIDTH>(tiles, tile, to, row, first, end, width);
 }

@@ -64,7 +64,7 @@ struct Halves {
 #define TILES(name, count) static host::Shared<uint16_t> name(#name, count, true)
 using Tiles = host::Shared<uint16_t>&;
 
-inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class Half> inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     struct Words {
         uint16_t a[4][2], b[2][2];
     } mine;
@@ -79,8 +79,8 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     for (unsigned at = 0; at < 4; at++) {
         unsigned lower = at / 2, column = at % 2;
         for (unsigned k = 0; k < 16; k++) {
-            float x = host::of_bf16(of_rows[k % 8 / 2].a[k / 8 * 2 + lower][k % 2]);
-            d[at] += x * host::of_bf16(of_columns[column][k % 8 / 2].b[k / 8][k % 2]);
+            float x = Half::wide(of_rows[k % 8 / 2].a[k / 8 * 2 + lower][k % 2]);
+            d[at] += x * Half::wide(of_columns[column][k % 8 / 2].b[k / 8][k % 2]);
         }
     }
 }

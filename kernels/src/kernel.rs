@@ -71,7 +71,7 @@ pub struct Arg {
 }
 
 /// A kernel.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// Its unmangled name.
     pub name: &'static str,

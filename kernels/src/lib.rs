@@ -2,6 +2,7 @@
 #![cfg_attr(not(feature = "host"), forbid(unsafe_code))]
 #![warn(missing_docs)]
 
+mod f16;
 mod families;
 pub mod floors;
 mod geometry;
@@ -10,6 +11,7 @@ pub mod host;
 mod kernel;
 mod variants;
 
+pub use f16::{F16, f16};
 pub use families::{
     EXACT_PIECE, GROUPED_ROWS, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS,
     UPDATE_PIECE,

@@ -87,7 +87,8 @@ impl Recorded {
     }
 
     fn on(&self, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
-        let (tensor_cores, half, graphs) = (self.tensor_cores, self.plan.mixed.is_some(), self.graphs);
+        let (tensor_cores, half, graphs) =
+            (self.tensor_cores, self.plan.mixed.map(|mixed| mixed.dtype.dtype()), self.graphs);
         let rates = Rates { card, shares, tensor_cores, head: self.head, half, graphs };
         let walks: Vec<Walk> = self.ranks.iter().map(|(_, spans)| rates.walk(spans)).collect();
         let mut ends = match walks.len() {

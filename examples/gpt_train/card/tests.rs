@@ -9,7 +9,7 @@ fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
 }
 
 fn rates(shares: Shares) -> Rates<'static> {
-    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, head: 64, half: false, graphs: false }
+    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, head: 64, half: None, graphs: false }
 }
 
 /// A step of the configuration on a card.
@@ -42,7 +42,11 @@ fn attention_is_bound_by_the_instructions_of_its_kernels() {
     near(takes("h100", 128, "causal_grad"), 4.1778e-3); // 0.38
     near(takes("h200", 80, "grouped"), 3.6081e-3); // by the kernel of 128: 0.44
     near(takes("a100", 64, "grouped_grad"), 7.0908e-3); // 2^40 / (312e12 * 0.71 * 0.7)
-    near(rates(Shares::PEAKS).operation(&span(Class::Attention, "causal", 1 << 40, 0)), 16.435e-3); // 2^40 / 66.9e12
+    let attention = span(Class::Attention, "causal", 1 << 40, 0);
+    near(rates(Shares::PEAKS).operation(&attention), 16.435e-3); // 2^40 / 66.9e12
+    let of = |half| Rates { half: Some(half), ..rates(Shares::PEAKS) }.operation(&attention);
+    near(of(DType::F16), 1.1113e-3); // on tensor cores: 2^40 / 989.4e12
+    near(of(DType::Bf16), 16.435e-3);
 
     let config = config("num_heads = 2");
     let calls = calls(&config, &config.plan().unwrap(), 0).unwrap();

@@ -17,12 +17,12 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Rates<'a> {
     pub(super) card: &'a Card,
     pub(super) shares: Shares,
-    /// Whether products and attention compute on tensor cores in 16 bits.
+    /// Whether products and attention compute on tensor cores in 16 bits. Attention of f16 always does.
     pub(super) tensor_cores: bool,
     /// Features of a head of attention.
     pub(super) head: usize,
-    /// Whether tensors are stored in 16 bits.
-    pub(super) half: bool,
+    /// The type of tensors that are stored in 16 bits.
+    pub(super) half: Option<DType>,
     /// Whether operations are launched as graphs.
     pub(super) graphs: bool,
 }
@@ -60,16 +60,18 @@ impl Rates<'_> {
     pub(super) fn operation(&self, span: &Span) -> f64 {
         let Shares { products, attention, memory, launch, .. } = self.shares;
         // On the device tensors in 16 bits are computed as they are; the dry run widens them around each operation.
-        if self.half && span.name == "cast" {
+        if self.half.is_some() && span.name == "cast" {
             return 0.0;
         }
-        let halved = self.half
+        let halved = self.half.is_some()
             && span.dtype == Some(DType::F32)
             && !matches!(span.class, Class::Optimizer | Class::Memory | Class::Compression);
         let bytes = if halved { 0.5 } else { 1.0 } * span.bytes as f64;
-        let peak = if self.tensor_cores { self.card.bf16 } else { self.card.f32 };
+        let of_f16 = span.class == Class::Attention && self.half == Some(DType::F16);
+        let tensor_cores = self.tensor_cores || of_f16;
+        let peak = if tensor_cores { self.card.bf16 } else { self.card.f32 };
         let share = match span.class {
-            Class::Attention => attention.share(self.card, self.tensor_cores, self.head, span.name.ends_with("_grad")),
+            Class::Attention => attention.share(self.card, tensor_cores, self.head, span.name.ends_with("_grad")),
             _ => products,
         };
         let computing = span.flops as f64 / (peak * share);

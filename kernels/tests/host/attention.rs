@@ -2,19 +2,20 @@
 //!
 //! More than 400 lines: forward and backward with each mask have one oracle and one table of shapes.
 
-use crate::launch::{At, AtMut, Given, Null};
+use crate::launch::{At, AtMut, Element, Given, Null};
 use crate::{assert_bits, build, launch, values};
-use half::bf16;
+use half::{bf16, f16};
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
     Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, grouped_backward, grouped_forward, join,
     pair_bias_grad,
 };
 use meshwork_cpu::kernels::dropout::Mask;
-use meshwork_kernels::{VARIANTS, Variant};
+use meshwork_kernels::{F16, VARIANTS, Variant};
 use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
 use meshwork_testkit::Sampled;
+use std::ops::AddAssign;
 
 #[derive(Clone, Copy)]
 struct Case {
@@ -432,11 +433,54 @@ fn long_heads_on_tensor_cores_are_near_those_of_the_cpu() {
 
 /// Some of the cases below, which fail without any one of the kernels' barriers, for tests that repeat them.
 pub fn some_attention_on_tensor_cores_is_near_that_of_the_cpu() {
-    is_near_that_of_the_cpu(&[
+    is_near_that_of_the_cpu(&some_cases());
+}
+
+fn some_cases() -> [Case; 3] {
+    [
         case([1, 300, 1, 64], [1, 1, 0], false, false),
         Case { documents: Some(true), ..case([1, 150, 1, 128], [1, 1, 0], false, false) },
         case([1, 75, 1, 256], [1, 1, 0], false, true),
-    ]);
+    ]
+}
+
+/// A type of 16 bits for tensor cores.
+trait Half: Element + AddAssign {
+    const NAN: Self;
+    const ZERO: Self;
+    /// The distance from 1 to the next number.
+    const EPSILON: f32;
+    fn of(x: f32) -> Self;
+    fn wide(self) -> f32;
+}
+
+macro_rules! halves {
+    ($($t:ident),*) => { $(impl Half for $t {
+        const NAN: Self = $t::NAN;
+        const ZERO: Self = $t::ZERO;
+        const EPSILON: f32 = $t::EPSILON.to_f32_const();
+        fn of(x: f32) -> Self {
+            $t::from_f32(x)
+        }
+        fn wide(self) -> f32 {
+            self.to_f32()
+        }
+    })* };
+}
+halves!(bf16, f16);
+
+/// The forms for f16 on operands of f16, eight times as near: they round eight times as finely.
+#[test]
+fn attention_of_f16_on_tensor_cores_is_near_that_of_the_cpu() {
+    build::with_forms(&F16, None, || {
+        let mut cases = some_cases().to_vec();
+        cases.extend([
+            case([1, 149, 1, 64], [1, 1, 0], false, true),
+            case([1, 70, 2, 128], [2, 1, 0], false, true),
+            case([1, 90, 2, 256], [2, 1, 0], false, false),
+        ]);
+        are_near_those_of_the_cpu::<f16>(&cases);
+    });
 }
 
 /// Attention of bf16 on tensor cores against that of the CPU in f32 on the same operands, norm-wise.
@@ -474,6 +518,12 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
 }
 
 fn is_near_that_of_the_cpu(cases: &[Case]) {
+    are_near_those_of_the_cpu::<bf16>(cases);
+}
+
+fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
+    // The bounds below are those of bf16.
+    let finer = f64::from(H::EPSILON / bf16::EPSILON.to_f32());
     for &Case { dims, groups, dropped, documents, window, .. } in cases {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
@@ -482,9 +532,9 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
         };
         let Keys { count: keys, first_query, first: first_key, sequence } = dims.keys;
         let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
-        let rounded = |name: &str, count: usize| -> (Vec<bf16>, Vec<f32>) {
-            let halves: Vec<bf16> = values(name, count).into_iter().map(bf16::from_f32).collect();
-            let floats = halves.iter().map(|half| half.to_f32()).collect();
+        let rounded = |name: &str, count: usize| -> (Vec<H>, Vec<f32>) {
+            let halves: Vec<H> = values(name, count).into_iter().map(H::of).collect();
+            let floats = halves.iter().map(|half| half.wide()).collect();
             (halves, floats)
         };
         let ((q, q_f32), (kv, kv_f32)) = (rounded("q", rows * width), rounded("kv", kv_rows * 2 * kv_width));
@@ -529,7 +579,7 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
         let firsts = || if documents.is_some() { Given::from(&firsts) } else { Null.into() };
         let (scale, dim, room) = ((1.0 / (head_dim as f64).sqrt()) as f32, head_dim as i32, room(head_dim));
         let (k, v, kv_row) = (At(&kv, 0), At(&kv, kv_width), 2 * kv_width);
-        let (mut out, mut lse) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
+        let (mut out, mut lse) = (vec![H::NAN; rows * width], vec![f32::NAN; rows * heads]);
         // The arguments of a kernel, with those of dropout behind where it has it.
         let [key0, key1] = mask.key.words();
         let (p, kept) = (mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32);
@@ -554,22 +604,22 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
             // Of queries that see no key the log-sum-exp is -∞ in both.
             let (pairs, finite) = (got.iter().zip(want).filter(|(a, b)| a != b), |x: &&f32| x.is_finite());
             let error = norm(&mut pairs.map(|(a, b)| a - b)) / norm(&mut want.iter().filter(finite).copied());
-            assert!(error <= bound, "{}: {error:e}", what(name));
+            assert!(error <= finer * bound, "{}: {error:e}", what(name));
         };
-        let floats = |halves: &[bf16]| halves.iter().map(|half| half.to_f32()).collect::<Vec<f32>>();
+        let floats = |halves: &[H]| halves.iter().map(|half| half.wide()).collect::<Vec<f32>>();
         near("out", &floats(&out), &want_out, 5e-3);
-        near("lse", &lse, &want_lse, 1e-5);
+        near("lse", &lse, &want_lse, 1e-5 / finer);
 
         let (mut dots, lanes) = (vec![f32::NAN; rows * heads], (head_dim / 8).next_power_of_two());
         launch!("flash_dots", [lanes * rows * heads, 0], &dout, &out, &mut dots, batch, seq, heads, head_dim);
-        let mut dq = vec![bf16::NAN; rows * width];
+        let mut dq = vec![H::NAN; rows * width];
         #[rustfmt::skip]
         run!(
             "backward_q", [batch * heads, seq], &q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
             size, first, dim, scale, firsts(), keys, first_query, seq, window
         );
         // What is of other heads stays.
-        let (mut dkv, mut spare) = (vec![bf16::ZERO; kv_rows * 2 * kv_width], vec![bf16::ZERO; kv_rows * 2 * kv_width]);
+        let (mut dkv, mut spare) = (vec![H::ZERO; kv_rows * 2 * kv_width], vec![H::ZERO; kv_rows * 2 * kv_width]);
         let sizes = [batch * heads / size, keys];
         #[rustfmt::skip]
         run!(
@@ -582,10 +632,10 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
             near("dq", &floats(&dq), &want_dq, 1e-2);
         }
         near("dkv", &floats(&dkv), &want_dkv, 1e-2);
-        if room > 128 || dropped {
+        if room > 128 || dropped || H::EPSILON < bf16::EPSILON.to_f32() {
             continue;
         }
-        // The forms for sm_90a, which has none for longer heads and for dropout.
+        // The forms for sm_90a, which has none for longer heads, for dropout and for f16.
         let mut words = vec![0_u64; 4 * 16 + 8];
         let (at, kv_room) = (words.as_ptr().align_offset(64), first + heads / size);
         #[rustfmt::skip]
@@ -593,20 +643,19 @@ fn is_near_that_of_the_cpu(cases: &[Case]) {
             "flash_maps", [1, 0], &q, width, k, v, kv_row, &dout, AtMut(&mut words, at), batch, seq, heads, kv_room, dim, keys
         );
         let maps = At(&words, at);
-        let (mut out_sm90, mut lse_sm90) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
+        let (mut out_sm90, mut lse_sm90) = (vec![H::NAN; rows * width], vec![f32::NAN; rows * heads]);
         #[rustfmt::skip]
         launch!(
             &format!("flash_forward_sm90_{room}"), [batch * heads, seq], maps, &mut out_sm90, &mut lse_sm90, seq, heads, size, first, dim, scale,
             firsts(), keys, first_query, seq, window
         );
-        let mut dq_sm90 = vec![bf16::NAN; rows * width];
+        let mut dq_sm90 = vec![H::NAN; rows * width];
         #[rustfmt::skip]
         launch!(
             &format!("flash_backward_sm90_q_{room}"), [batch * heads, seq], maps, &lse, &dots, &mut dq_sm90, width, seq, heads, size, first, dim,
             scale, firsts(), keys, first_query, seq, window
         );
-        let (mut dkv_sm90, mut spare) =
-            (vec![bf16::ZERO; kv_rows * 2 * kv_width], vec![bf16::ZERO; kv_rows * 2 * kv_width]);
+        let (mut dkv_sm90, mut spare) = (vec![H::ZERO; kv_rows * 2 * kv_width], vec![H::ZERO; kv_rows * 2 * kv_width]);
         #[rustfmt::skip]
         launch!(
             &format!("flash_backward_sm90_kv_{room}"), sizes, maps, &lse, &dots, AtMut(&mut dkv_sm90, 0), AtMut(&mut spare, kv_width), kv_row, seq,

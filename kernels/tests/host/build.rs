@@ -3,6 +3,7 @@
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{HEADERS, KERNELS, Kernel, SOURCES, Variant};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -35,29 +36,35 @@ pub fn with<R>(library: &'static Host, run: impl FnOnce() -> R) -> R {
 }
 
 thread_local! {
-    static VARIANT: Cell<Option<(&'static Host, &'static Kernel)>> = const { Cell::new(None) };
+    static FORMS: Cell<Option<(&'static Host, &'static [Kernel])>> = const { Cell::new(None) };
 }
 
-/// Runs something on this thread with a variant in the place of its kernel; nothing without g++. `skipped` is a line of
-/// the kernel's file whose barrier is left out.
-pub fn with_variant<R>(variant: &'static Variant, skipped: Option<usize>, run: impl FnOnce() -> R) -> Option<R> {
-    let source = variant.kernel.source;
-    let mut files: Vec<_> = HEADERS.iter().map(|header| (header.name, header.text)).collect();
-    files.push((source.name, source.text));
-    let library: &Host = Box::leak(Box::new(compile(&files, std::slice::from_ref(&variant.kernel))?));
+/// Runs something on this thread with other forms in the place of their kernels; nothing without g++. `skipped` is a
+/// line of the file of the first kernel whose barrier is left out.
+pub fn with_forms<R>(forms: &'static [Kernel], skipped: Option<usize>, run: impl FnOnce() -> R) -> Option<R> {
+    let sources: BTreeMap<&str, &str> = forms.iter().map(|form| (form.source.name, form.source.text)).collect();
+    let headers = HEADERS.iter().map(|header| (header.name, header.text));
+    let library: &Host = Box::leak(Box::new(compile(&headers.chain(sources).collect::<Vec<_>>(), forms)?));
     if let Some(line) = skipped {
+        let source = forms[0].source;
         let defined = source.text.lines().take_while(|line| line.starts_with("#define ")).count();
         library.skip_barrier(source.name, defined + line).expect("a line of the variant");
     }
-    VARIANT.set(Some((library, &variant.kernel)));
+    FORMS.set(Some((library, forms)));
     let result = run();
-    VARIANT.set(None);
+    FORMS.set(None);
     Some(result)
 }
 
-/// The variant that runs in the place of a kernel, and its library.
-pub fn variant_of(name: &str) -> Option<(&'static Host, &'static Kernel)> {
-    VARIANT.get().filter(|(_, kernel)| kernel.name == name)
+/// The same with a variant in the place of its kernel.
+pub fn with_variant<R>(variant: &'static Variant, skipped: Option<usize>, run: impl FnOnce() -> R) -> Option<R> {
+    with_forms(std::slice::from_ref(&variant.kernel), skipped, run)
+}
+
+/// The form that runs in the place of a kernel, and its library.
+pub fn form_of(name: &str) -> Option<(&'static Host, &'static Kernel)> {
+    let (library, forms) = FORMS.get()?;
+    Some((library, forms.iter().find(|form| form.name == name)?))
 }
 
 /// The library once more, with a state of its own.

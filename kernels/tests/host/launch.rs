@@ -133,7 +133,7 @@ pub fn launch(name: &str, sizes: [usize; 2], given: Vec<Given<'_>>) -> bool {
         let kernel = meshwork_kernels::kernel(name).unwrap_or_else(|| panic!("no kernel {name}"));
         Some((crate::build::library()?, kernel))
     };
-    let Some((library, kernel)) = crate::build::variant_of(name).or_else(usual) else { return false };
+    let Some((library, kernel)) = crate::build::form_of(name).or_else(usual) else { return false };
     try_launch(library, kernel, sizes, given).unwrap_or_else(|why| panic!("{name}: {why}"));
     true
 }

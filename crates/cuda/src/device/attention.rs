@@ -8,6 +8,7 @@ use super::rotary::TurnedRows;
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
+use meshwork_kernels::f16;
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{
     Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise, TableGrad, TurnedHeads,
@@ -21,10 +22,10 @@ const OP: &str = "attention";
 const HEADS: [usize; 3] = [64, 128, 256];
 const LONGEST: usize = HEADS[HEADS.len() - 1];
 
-/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
-/// have 16 bits.
+/// Where queries, keys and values begin, their type, and how many elements lie from one token to the next.
 #[derive(Clone, Copy)]
 struct Heads {
+    of: DType,
     q: Address,
     q_row: usize,
     k: Address,
@@ -39,7 +40,7 @@ impl Heads {
     fn fused(at: Address, shape: AttentionShape, dtype: DType) -> Self {
         let width = shape.heads * shape.head_dim;
         let [k, v] = [1, 2].map(|part| at.offset(dtype.size() * part * width));
-        Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
+        Self { of: dtype, q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
     }
 
     /// Of queries `[batch, seq, heads, head_dim]` and keys and values `[batch, keys, 2, kv_heads, head_dim]`.
@@ -47,7 +48,7 @@ impl Heads {
         let GroupedShape { queries, group, kv_heads, first_kv_head, .. } = shape;
         let (width, kv_width) = (queries.heads * queries.head_dim, kv_heads * queries.head_dim);
         let (k, v) = (kv, kv.offset(dtype.size() * kv_width));
-        Self { q, q_row: width, k, v, kv_row: 2 * kv_width, group, first_kv: first_kv_head }
+        Self { of: dtype, q, q_row: width, k, v, kv_row: 2 * kv_width, group, first_kv: first_kv_head }
     }
 }
 
@@ -60,7 +61,7 @@ impl Heads {
 
 impl Operand for &Heads {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
-        self.q.add_to(operands)?;
+        (self.q, self.of).add_to(operands)?;
         self.q_row.add_to(operands)?;
         [self.k, self.v].add_to(operands)?;
         self.kv_row.add_to(operands)
@@ -85,7 +86,7 @@ macro_rules! forms {
 enum Kernels {
     /// In the CPU's order of sums.
     Plain,
-    /// On tensor cores: with operands of bf16, and sums in an order of their own.
+    /// On tensor cores: with operands of 16 bits, and sums in an order of their own.
     Flash,
     /// The same with dropout.
     FlashDropout,
@@ -98,6 +99,8 @@ struct Call<'a> {
     masks: AttentionMasks<'a>,
     packed: Option<&'a Packed>,
     on: Kernels,
+    /// The type of operands on tensor cores.
+    half: DType,
 }
 
 /// Queries of a call that are one run of tokens: their first row, and the tokens.
@@ -124,7 +127,7 @@ impl Call<'_> {
 
     /// The type of the kernels' operands.
     fn dtype(&self) -> DType {
-        if self.flash() { DType::Bf16 } else { DType::F32 }
+        if self.flash() { self.half } else { DType::F32 }
     }
 
     /// Whether it runs on tensor cores.
@@ -134,9 +137,14 @@ impl Call<'_> {
 
     /// Of the forms of a kernel, for each of [`Kernels`], the one for heads of this length.
     fn kernel(&self, forms: [Forms; 3]) -> &'static str {
-        let longer = HEADS.iter().take(HEADS.len() - 1).filter(|most| self.shape.queries.head_dim > **most);
-        forms[self.on as usize][longer.count()]
+        of_length(forms[self.on as usize], self.shape)
     }
+}
+
+/// The kernel for heads of this length.
+fn of_length(forms: Forms, shape: GroupedShape) -> &'static str {
+    let longer = HEADS.iter().take(HEADS.len() - 1).filter(|most| shape.queries.head_dim > **most);
+    forms[longer.count()]
 }
 
 /// Queries, and keys with their values, as rows that are rotated.
@@ -152,10 +160,22 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 }
 
 impl CudaDevice {
-    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
-    /// sums, know no masks but causal ones and dropout, and documents only where there are keys of all tokens.
-    fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
-        let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
+    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, or to f16 where all
+    /// tensors `of` the call have it, promise no order of sums, know no masks but causal ones and dropout, and
+    /// documents only where there are keys of all tokens.
+    fn call<'a>(
+        &self,
+        shape: GroupedShape,
+        masks: AttentionMasks<'a>,
+        packed: Option<&'a Packed>,
+        of: &[&Buffer],
+    ) -> Call<'a> {
+        let half = match self.precision {
+            Precision::Bf16 => DType::Bf16,
+            Precision::F32 => DType::F16,
+        };
+        let rounds = half == DType::Bf16 || of.iter().all(|x| x.dtype() == half) && self.has_room_in_f16(shape);
+        let fast = self.products == Products::OfTheLibrary && rounds;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
         let known = packed.is_none() || shape.keys == shape.sequence;
@@ -165,13 +185,21 @@ impl CudaDevice {
             true => Kernels::Flash,
             false => Kernels::Plain,
         };
-        Call { shape, masks, packed, on }
+        Call { shape, masks, packed, on, half }
     }
 
-    /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
+    /// Whether the kernels of f16, which have no variants for little shared memory, fit on this device.
+    fn has_room_in_f16(&self, shape: GroupedShape) -> bool {
+        let shared = self.pool.driver.properties().shared;
+        let forms = [forms!("forward"), forms!("backward_q"), forms!("backward_kv")];
+        let names = forms.into_iter().flat_map(|[_, flash, drops]| [flash, drops]).map(|of| of_length(of, shape));
+        names.flat_map(f16).all(|form| form.geometry.shared() <= shared)
+    }
+
+    /// An operand in the type of the kernels. Those for tensor cores, of 16 bits, load by 16 bytes.
     fn loaded(&self, x: &Buffer, of: DType) -> Result<Buffer> {
         let x = self.read_as(x, of)?;
-        if of == DType::Bf16 { self.aligned(OP, &x) } else { Ok(x) }
+        if of.is_half() { self.aligned(OP, &x) } else { Ok(x) }
     }
 
     /// The arguments at the end of all kernels of a run of queries.
@@ -217,13 +245,13 @@ impl CudaDevice {
         Ok(args)
     }
 
-    /// `Σ_e dout_ie out_ie` of each row; of tensors of bf16 on tensor cores as they are.
-    fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], flash: bool) -> Result<Buffer> {
+    /// `Σ_e dout_ie out_ie` of each row; of tensors in the type of the kernels as they are.
+    fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], of: DType) -> Result<Buffer> {
         let AttentionShape { batch, seq, heads, head_dim } = shape;
         let dots = self.scratch(DType::F32, batch * seq * heads)?;
-        let as_they_are = flash && [dout.dtype(), out.dtype()] == [DType::Bf16; 2];
+        let as_they_are = of.is_half() && [dout.dtype(), out.dtype()] == [of; 2];
         let (kernel, lanes, of) = match as_they_are {
-            true => ("flash_dots", (head_dim / 8).next_power_of_two(), DType::Bf16),
+            true => ("flash_dots", (head_dim / 8).next_power_of_two(), of),
             false => ("attention_dots", 16, DType::F32),
         };
         launch!(self, OP, kernel, [lanes * batch * seq * heads, 0];
@@ -235,7 +263,7 @@ impl CudaDevice {
     /// The gradient of the output in the type of the kernels, and its dots with the output. Counts the operations.
     fn read_back(&self, call: &Call<'_>, [dout, out]: [&Buffer; 2]) -> Result<[Buffer; 2]> {
         self.meter().add_flops(Work::Attention, call.shape.backward_flops(&call.masks));
-        let dots = self.dots(call.shape.queries, [dout, out], call.flash())?;
+        let dots = self.dots(call.shape.queries, [dout, out], call.dtype())?;
         Ok([self.loaded(dout, call.dtype())?, dots])
     }
 
@@ -244,8 +272,8 @@ impl CudaDevice {
         let Some(rotary) = call.shape.rotary else {
             return Ok([self.loaded(q, call.dtype())?, self.loaded(kv, call.dtype())?]);
         };
-        // They are rotated in bf16 where tensor cores read them and they have it, and otherwise in f32.
-        let of = if call.flash() && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
+        // They are rotated in 16 bits where tensor cores read them and they have them, and otherwise in f32.
+        let of = if q.dtype() == call.dtype() { q.dtype() } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
         let ([of_queries, of_keys], known) = (turned_rows(call), call.known());
         let (q, kv) = (self.rotated(rotary, known, q, &of_queries)?, self.rotated(rotary, known, kv, &of_keys)?);
@@ -310,8 +338,8 @@ impl CudaDevice {
         let AttentionShape { batch, heads, head_dim, .. } = queries;
         let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
         let ([_, of_keys], known) = (turned_rows(call), call.known());
-        let as_written = call.flash() && dtype == DType::Bf16;
-        // The shares of several runs are added in f32 and rounded once, unless tensor cores write bf16.
+        let as_written = call.flash() && dtype == call.dtype();
+        // The shares of several runs are added in f32 and rounded once, unless tensor cores write them.
         let in_f32 = !as_written && dtype.is_half() && call.runs().nth(1).is_some();
         // A share that is no result is not counted by the meter.
         let is_result = run.row == 0 && !in_f32;
@@ -332,10 +360,10 @@ impl CudaDevice {
         let each = rows * of_heads * head_dim;
         let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
         if call.flash() {
-            let mut half = self.scratch(DType::Bf16, 2 * each)?;
+            let mut half = self.scratch(call.dtype(), 2 * each)?;
             self.zero(&mut half, 0..2 * each)?;
             let k = self.place(OP, &half)?;
-            let v = k.offset(DType::Bf16.size() * each);
+            let v = k.offset(call.dtype().size() * each);
             self.attend_back(call, run, of, saved, &Heads { q, q_row: width, k, v, kv_row: kv_width, ..*of })?;
             self.cast_into(&half.slice(0..each)?, &mut dk, 0)?;
             self.cast_into(&half.slice(each..2 * each)?, &mut dv, 0)?;
@@ -362,14 +390,14 @@ impl CudaDevice {
     }
 }
 
-/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in
+/// On tensor cores operands of 16 bits are read, and results written, as they are; every other way is through copies in
 /// the type of the kernels.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
         let all = GroupedShape::alone(shape);
         let packed = self.packed(all, masks)?;
-        let call = self.call(all, masks, packed.as_ref());
+        let call = self.call(all, masks, packed.as_ref(), &[qkv]);
         let read = self.loaded(qkv, call.dtype())?;
         self.attend(&call, &Heads::fused(self.place(OP, &read)?, shape, call.dtype()), qkv.dtype())
     }
@@ -386,7 +414,7 @@ impl Attention for CudaDevice {
         self.storage(OP, &[dout, qkv, out])?;
         let all = GroupedShape::alone(shape);
         let packed = self.packed(all, masks)?;
-        let call = self.call(all, masks, packed.as_ref());
+        let call = self.call(all, masks, packed.as_ref(), &[dout, qkv]);
         let (read, dqkv) = (self.loaded(qkv, call.dtype())?, self.room(call.dtype(), qkv.dtype(), qkv.count())?);
         let [heads, into] =
             [self.place(OP, &read)?, self.place(OP, &dqkv)?].map(|at| Heads::fused(at, shape, call.dtype()));
@@ -405,7 +433,7 @@ impl Attention for CudaDevice {
     ) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[q, kv])?;
         let packed = self.packed(shape, masks)?;
-        let call = self.call(shape, masks, packed.as_ref());
+        let call = self.call(shape, masks, packed.as_ref(), &[q, kv]);
         let [read_q, read_kv] = self.turned(&call, q, kv)?;
         let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
         self.attend(&call, &heads, q.dtype())
@@ -433,7 +461,7 @@ impl Attention for CudaDevice {
     ) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[dout, q, kv, out])?;
         let (dtype, packed) = (q.dtype(), self.packed(shape, masks)?);
-        let call = self.call(shape, masks, packed.as_ref());
+        let call = self.call(shape, masks, packed.as_ref(), &[dout, q, kv]);
         let [read_q, read_kv] = self.turned(&call, q, kv)?;
         let of = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
         let saved = self.read_back(&call, [dout, out])?;
@@ -450,8 +478,8 @@ impl Attention for CudaDevice {
                 }
             });
         }
-        // Gradients of queries turn back in f32, unless they have bf16.
-        let wide = call.flash() && dtype != DType::Bf16;
+        // Gradients of queries turn back in f32, unless they have the type of the kernels.
+        let wide = call.flash() && dtype != call.dtype();
         let mut dq = of_kernels;
         if wide {
             let halves = std::mem::replace(&mut dq, self.room(DType::F32, dtype, q.count())?);
@@ -479,12 +507,13 @@ impl Attention for CudaDevice {
     ) -> Result<()> {
         self.storage(OP, &[dout, q, kv, out])?;
         let packed = self.packed(shape, masks)?;
-        let call = Call { on: Kernels::Plain, ..self.call(shape, masks, packed.as_ref()) };
+        let call = Call { on: Kernels::Plain, ..self.call(shape, masks, packed.as_ref(), &[]) };
         self.meter().add_flops(Work::Attention, shape.forward_flops(&masks));
         let [read_q, read_kv, read_dout] =
             [self.loaded(q, DType::F32)?, self.loaded(kv, DType::F32)?, self.loaded(dout, DType::F32)?];
         let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, DType::F32);
-        let (dots, whole) = (self.dots(shape.queries, [dout, out], false)?, Run { row: 0, tokens: shape.tokens() });
+        let (dots, whole) =
+            (self.dots(shape.queries, [dout, out], DType::F32)?, Run { row: 0, tokens: shape.tokens() });
         let TableGrad { buffer, start, rows, width, accumulate, blocks } = into;
         let (to, ending) = (self.place_mut(OP, buffer)?.offset(4 * start), self.ending(&call, &whole, &heads)?);
         launch!(self, OP, "attention_bias_backward", [rows * width, 0];

@@ -2,11 +2,12 @@
 //! kernel's table, and checks the types of the buffers against the table, so operations need not check them.
 //!
 //! A kernel of f32 may have forms for other types, chosen by the type of the first operand: `NAME_16` for bf16 and f16,
-//! and `NAME_f64`. If a table ends with `f16`, the launch appends the flag that tells the two 16-bit types apart.
+//! and `NAME_f64`. If a table ends with `f16`, the launch appends the flag that tells the two 16-bit types apart. On
+//! tensor cores f16 has files of its own.
 
 use super::prelude::*;
 use crate::driver::Argument;
-use meshwork_kernels::{Kernel, Type};
+use meshwork_kernels::{Kernel, Type, f16};
 
 /// Queues a kernel for `[items, width]` of its geometry: `launch!(device, OP, "kernel", [items, width]; x, &y, count)`.
 macro_rules! launch {
@@ -66,6 +67,9 @@ impl<'a> Operands<'a> {
             kernel = form;
         }
         let half = self.given(kernel, Type::Bits16).find(|dtype| dtype.is_half());
+        if let Some(form) = f16(name).filter(|_| half == Some(DType::F16)) {
+            kernel = form;
+        }
         let other =
             self.given(kernel, Type::Bits16).find(|dtype| Some(*dtype) != half).map(|other| half.unwrap_or(other));
         if let Some(dtype) = self.given(kernel, Type::F32).find(no_f32).or(other) {
@@ -92,6 +96,13 @@ impl<'a> Operands<'a> {
 impl Operand for &Buffer {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         operands.push(operands.device.place(operands.op, self)?, Some(self.dtype()))
+    }
+}
+
+/// An address of elements of this type.
+impl Operand for (Address, DType) {
+    fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
+        operands.push(self.0, Some(self.1))
     }
 }
 

@@ -62,13 +62,14 @@ impl CudaDevice {
     pub(super) fn rotated(&self, rotary: Rotary, known: usize, x: &Buffer, of: &TurnedRows<'_>) -> Result<Buffer> {
         let mut to = self.scratch(x.dtype(), x.count())?;
         self.copy_into(x, 0..x.count(), &mut to, 0)?;
-        let (kernel, angles) = (["rotary_forward", "rotary_forward_16"], self.angles(rotary, known, of.head_dim)?);
+        let angles = self.angles(rotary, known, of.head_dim)?;
         let at = self.place_mut(OP, &mut to)?;
         self.turn_pieces(
             of,
             |this, piece, angles_at, positions| {
                 let (at, rows) = (at.offset(x.dtype().size() * piece.rows.start * of.row), piece.rows.len());
-                launch!(this, OP, kernel[usize::from(x.dtype().is_half())], [rows * of.heads, of.head_dim / 2];
+                let at = (at, x.dtype());
+                launch!(this, OP, "rotary_forward", [rows * of.heads, of.head_dim / 2];
                     at, of.row, angles_at, positions, at, of.row, rows, piece.seq, of.heads, of.head_dim
                 )
             },
@@ -77,7 +78,7 @@ impl CudaDevice {
         Ok(to)
     }
 
-    /// Turns gradients of rotated heads back, in place, of f32 or of bf16.
+    /// Turns gradients of rotated heads back, in place.
     pub(super) fn turned_back(
         &self,
         rotary: Rotary,
@@ -85,13 +86,13 @@ impl CudaDevice {
         (x, dtype): (Address, DType),
         of: &TurnedRows<'_>,
     ) -> Result<()> {
-        let (kernel, angles) = (["rotary_backward", "rotary_backward_16"], self.angles(rotary, known, of.head_dim)?);
+        let angles = self.angles(rotary, known, of.head_dim)?;
         self.turn_pieces(
             of,
             |this, piece, angles_at, positions| {
                 let (at, rows) = (x.offset(dtype.size() * piece.rows.start * of.row), piece.rows.len());
-                launch!(this, OP, kernel[usize::from(dtype.is_half())], [rows * of.heads, of.head_dim / 2];
-                    at, of.row, angles_at, positions, rows, piece.seq, of.heads, of.head_dim
+                launch!(this, OP, "rotary_backward", [rows * of.heads, of.head_dim / 2];
+                    (at, dtype), of.row, angles_at, positions, rows, piece.seq, of.heads, of.head_dim
                 )
             },
             &angles,

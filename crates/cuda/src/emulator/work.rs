@@ -11,7 +11,7 @@ use crate::driver::{
 };
 use half::bf16;
 use meshwork_kernels::host::{Host, HostError};
-use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
+use meshwork_kernels::{F16, HEADERS, Kernel, Launch, Pass, SOURCES};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -387,15 +387,15 @@ fn number(bytes: &[u8]) -> f32 {
     }
 }
 
-/// The library that has a kernel: one for all kernels, and one for each variant, which is compiled at its first
-/// use.
+/// The library that has a kernel: one for all usual forms, and one for each variant and each file of f16, which is
+/// compiled at its first use.
 fn library<'a>(
     all: &'a Host,
     compiled: &'a mut HashMap<&'static str, Host>,
     kernel: &'static Kernel,
 ) -> Result<&'a Host> {
     let source = kernel.source;
-    if VARIANTS.iter().all(|variant| variant.kernel.source.name != source.name) {
+    if SOURCES.iter().any(|known| known.name == source.name) {
         return Ok(all);
     }
     Ok(match compiled.entry(source.name) {
@@ -404,7 +404,9 @@ fn library<'a>(
             let headers = HEADERS.iter().map(|header| (header.name, header.text));
             let files: Vec<_> = headers.chain([(source.name, source.text)]).collect();
             let folder = all.path().ancestors().nth(2).unwrap_or(all.path());
-            let made = Host::compile(folder, &files, std::slice::from_ref(kernel), false);
+            let of_f16: Vec<Kernel> = F16.iter().filter(|kernel| kernel.source == source).copied().collect();
+            let kernels = if of_f16.is_empty() { std::slice::from_ref(kernel) } else { &of_f16 };
+            let made = Host::compile(folder, &files, kernels, false);
             let refused = |why: HostError| DriverError::Compile { source_name: source.name, why: why.to_string() };
             new.insert(made.map_err(refused)?)
         }

@@ -331,28 +331,29 @@ fn a_profile_waits_for_what_it_times_and_a_run_without_one_does_not() {
     assert_eq!(spans.iter().map(|span| span.name).collect::<Vec<_>>(), ["add"]);
 }
 
-/// Attention runs on tensor cores where fast numerics round to bf16, and nowhere else.
+/// Attention runs on tensor cores where fast numerics round to bf16 or tensors have f16, and nowhere else.
 #[test]
 fn tensor_cores_have_the_attention_that_rounds() {
     let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 0, first_head: 0, global_heads: 2 };
-    let (fast, cpu) = (Products::OfTheLibrary, Products::OfTheCpu);
-    for (products, precision, head_dim, dropout, flash) in [
-        (fast, Precision::Bf16, 16, None, true),
-        (fast, Precision::Bf16, 128, None, true),
-        (fast, Precision::Bf16, 256, None, true),
-        (fast, Precision::Bf16, 12, None, false),
-        (fast, Precision::Bf16, 16, Some(&dropout), true),
-        (fast, Precision::F32, 16, None, false),
-        (cpu, Precision::Bf16, 16, None, false),
+    let (fast, cpu, f16) = (Products::OfTheLibrary, Products::OfTheCpu, DType::F16);
+    for (products, precision, head_dim, dropout, of, flash) in [
+        (fast, Precision::Bf16, 16, None, DType::F32, true),
+        (fast, Precision::Bf16, 128, None, DType::F32, true),
+        (fast, Precision::Bf16, 256, None, DType::F32, true),
+        (fast, Precision::Bf16, 12, None, DType::F32, false),
+        (fast, Precision::Bf16, 16, Some(&dropout), DType::F32, true),
+        (fast, Precision::F32, 16, None, DType::F32, false),
+        (cpu, Precision::Bf16, 16, None, DType::F32, false),
+        (fast, Precision::F32, 16, None, f16, true),
+        (fast, Precision::F32, 64, Some(&dropout), f16, true),
+        (cpu, Precision::F32, 16, None, f16, false),
     ] {
         let Some(driver) = emulator(Order::AsQueued) else { return };
         let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
-        let (shape, masks) = (
-            AttentionShape { batch: 1, seq: 3, heads: 2, head_dim },
-            AttentionMasks { dropout, ..AttentionMasks::default() },
-        );
+        let shape = AttentionShape { batch: 1, seq: 3, heads: 2, head_dim };
+        let masks = AttentionMasks { dropout, ..AttentionMasks::default() };
         driver.note_launches();
-        let qkv = device.zeros(DType::F32, 18 * head_dim).unwrap();
+        let qkv = device.zeros(of, 18 * head_dim).unwrap();
         let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();
         device.attention().unwrap().causal_grad(shape, &out, &qkv, &out, &lse, masks).unwrap();
         device.synchronize().unwrap();
