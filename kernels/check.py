@@ -47,6 +47,8 @@ LOOPS = {
 }
 # Files with a loop over tiles of products.
 PRODUCTS = ("flash_forward", "flash_backward", "grouped_tensor")
+# Kernels that start products of four warps and compute powers of two before they wait.
+STARTS_AHEAD = ("flash_forward_sm90_64", "flash_forward_sm90_128")
 KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 # A flush to zero that the source asks for, the estimate of a reciprocal that Newton's steps make exact (math.cuh), a
 # step of CUDA's own logarithm in f64, and the power of two of the tensor-core kernels, whose users promise no bits.
@@ -227,6 +229,14 @@ def of_products(kernel, table):
     return f"{loads} | {products} | {products / loads:.2f} | {len(way)} | {powers} | {most[0]:.0%} | {most[1]:.0%} | {blocks} |"
 
 
+def waits(code):
+    """Waits for products of four warps between the last of them before the powers of two, and these."""
+    instructions, _ = flow(code)
+    powers = next(at for at, line in enumerate(instructions) if "MUFU.EX2" in line)
+    products = max(at for at, line in enumerate(instructions[:powers]) if "HGMMA" in line)
+    return sum("WARPGROUP.DEPBAR" in line for line in instructions[products:powers])
+
+
 def counts(sources, table, old):
     """Lines of the report about instructions."""
     lines = [
@@ -246,6 +256,10 @@ def counts(sources, table, old):
     for key in [*names, *of_products_alone, *in_f16()]:
         name = f"`{key}`" if isinstance(key, str) else f"`{key[0]}`, {key[1]}"
         lines.extend(row(old, f"| by the product: {name} | ", lambda: of_products(key, table)))
+    lines += ["", "Waits for products between those that are started last before the powers of two, and the powers:", ""]
+    lines += ["| kernel of four warps | waits |", "|---|---|"]
+    for kernel in STARTS_AHEAD:
+        lines.extend(row(old, f"| by the wait: `{kernel}` | ", lambda: f"{waits(table[kernel, 'code'][0])} |"))
     return lines
 
 

@@ -464,8 +464,8 @@ kernels! {
     flash_forward_sm90_64(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
-        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(64, 128 + 4 * 128, 2, 0),
-        & flash_forward_sm90_128 = flash_sm90(128, 128 + 4 * 128, 2, 0);
+        Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward_sm90, flash_sm90(64, 128 + 6 * 128, 3, 0),
+        & flash_forward_sm90_128 = flash_sm90(128, 128 + 6 * 64, 3, 0);
     flash_backward_sm90_q_64(In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
         Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,
