@@ -18,6 +18,25 @@ template <int DIM> DEVICE int place_of_b(int tile) {
     return here(tile + place<DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 }
 
+// Starts to copy ROWS rows of keys and of values, with the same place `at` and rows `row` apart in both, into two
+// neighbouring tiles; otherwise as copy_rows. One loop for both takes fewer registers.
+template <int ROWS, int WIDTH, int TEAM>
+DEVICE void copy_pairs(int thread, Tiles tiles, int tile, const u16* k, const u16* v, i64 at, i64 row, int first, int end, int width) {
+    constexpr int STEP = TEAM * CHUNK / WIDTH;
+    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "consecutive places have a constant distance");
+    int r = thread / (WIDTH / CHUNK), chunk = thread % (WIDTH / CHUNK);
+    int to = tile + place<WIDTH>(r, chunk), rows = end - first - r;
+    if (chunk * CHUNK >= width) rows = 0;
+    i64 next = at + (first + r) * row + chunk * CHUNK;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i += STEP) {
+        i64 from = i < rows ? next : 0;
+        copy_begin(tiles, to + i * WIDTH, k + from, i < rows);
+        copy_begin(tiles, to + (ROWS + i) * WIDTH, v + from, i < rows);
+        next += STEP * row;
+    }
+}
+
 // Loads 16 columns of 16 T rows, of the tile of place_of_a.
 template <int DIM, int T> DEVICE void load_rows(u32 (&a)[T][4], Tiles tiles, int place, int column) {
 #pragma unroll

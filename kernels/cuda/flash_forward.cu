@@ -8,14 +8,15 @@
 // Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64), 128
 //           (_128) or 256 (_256), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Kernels
 //           with `dropout` in their names multiply P∘M by V, M the factors of attention_forward.cu.
-// Geometry  one block per head and 128 queries, from the first visible key to the diagonal. _64: 32 queries for each of
-//           4 warps, over the keys by 32; the others 16 for each of 8, over the keys by 64 (_128) or 16 (_256). The last
-//           queries have the most keys and are launched first. Shared memory: a tile of queries and two of keys and of
-//           values, one of which is copied while the other is multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128
-//           features 2·128 (128 + 4·64) = 96 KiB, and of 256 features 2·256 (128 + 4·16) = 96 KiB.
-// Registers of a lane: of 32 queries O head_dim, S 32 and Q 32; of 16 O head_dim / 2 and S 32; operands of products 12
-//           and more in flight, then maxima, sums and addresses. 8 warps on an SM (kernels/report.md), in two blocks of
-//           _64 or one.
+// Geometry  one block per head and 128 queries, from the first visible key to the diagonal. _64 and _128: 32 queries
+//           for each of 4 warps, over the keys by 32; _256: 16 for each of 8, over the keys by 16. With dropout _128 has
+//           16 for each of 8, over the keys by 64. The last queries have the most keys and are launched first. Shared
+//           memory: a tile of queries and two of keys and of values, one of which is copied while the other is
+//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, of 128 features 64 KiB, with dropout 2·128 (128 + 4·64) = 96
+//           KiB, and of 256 features 2·256 (128 + 4·16) = 96 KiB.
+// Registers of a lane: of 32 queries O head_dim, S 32, and of _64 Q 32; of 16 O head_dim / 2 and S 32; operands of
+//           products 12 and more in flight, then maxima, sums and addresses. _128 has none to spare: what is read once a
+//           step is computed again (`here`). 8 warps on an SM (kernels/report.md), in two blocks of 4 or one of 8.
 // Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
@@ -46,8 +47,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     Tokens tokens = {static_cast<int>(past), static_cast<int>(keys_in_memory)};
     int end = tokens.end_of_keys(smaller(count, first + FLASH_ROWS));
     const u16* q_head = q + head.sample * in_memory * q_row + head.head * head_dim;
-    const u16* k_head = k + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
-    const u16* v_head = v + head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
+    i64 kv_at = head.sample * keys_in_memory * kv_row + head.kv_head * head_dim;
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16 * T;
     Seen sees = seen_of_sample(firsts, head.sample, keys_in_memory, window);
     int own = first + warp_row + lane_of_warp() / 4;  // the first row of this lane
@@ -55,8 +55,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     bool hides = firsts || window < past + seq;
 
     copy_rows<FLASH_ROWS, DIM, TEAM>(thread_here(), tiles, 0, q_head, q_row, first, count, head_dim);
-    copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR, k_head, kv_row, begin, tokens.keys, head_dim);
-    copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + VALUES, v_head, kv_row, begin, tokens.keys, head_dim);
+    copy_pairs<STEP, DIM, TEAM>(thread_here(), tiles, PAIR, k, v, kv_at, kv_row, begin, tokens.keys, head_dim);
     copy_commit();
     u32 held[DIM / 16][T][4];
     if (HELD) {
@@ -77,8 +76,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + STEP < end) {
-            copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + STEP, tokens.keys, head_dim);
-            copy_rows<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens.keys, head_dim);
+            copy_pairs<STEP, DIM, TEAM>(thread_here(), tiles, PAIR + stage * PAIRS, k, v, kv_at, kv_row, keys + STEP, tokens.keys, head_dim);
             copy_commit();
         }
         if (keys > of_warp + 16 * T - 1) continue;  // the last query of this warp precedes them
@@ -89,7 +87,10 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         else add_product<DIM, Half>(s, tiles, 0, warp_row, pair);
         if (hides || keys + STEP > smaller(of_warp + 1, tokens.keys)) {
 #pragma unroll
-            for (int t = 0; t < T; t++) mask(s[t], query_pair(sees, tokens, here(own) + 16 * t, count), keys, -INFINITE);
+            for (int t = 0; t < T; t++) {
+                Seen again = seen_of_sample(firsts, here(head.sample), keys_in_memory, window);  // not kept in registers
+                mask(s[t], query_pair(again, tokens, here(own) + 16 * t, count), keys, -INFINITE);
+            }
         }
 #pragma unroll
         for (int t = 0; t < T; t++) {
@@ -98,7 +99,9 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
         }
         add_product_of<DIM, Half>(o, s, tiles, pair + VALUES);
     }
-    store_outputs<DIM, Half>(softmax, tiles, o, head, own, out, lse, heads, first, count, in_memory, head_dim, scale);
+    int sample = here(head.sample);  // of the head nothing else is kept in registers
+    HeadOfBlock written = {sample, static_cast<int>(blockIdx.x) - sample * static_cast<int>(heads), 0};
+    store_outputs<DIM, Half>(softmax, tiles, o, written, own, out, lse, heads, first, count, in_memory, head_dim, scale);
 }
 
 #define FLASH_FORWARD(DIM, STEP, T, HELD, ...) \
@@ -116,10 +119,10 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #define FORWARD_64_HELD 1
 #endif
 #ifndef FORWARD_128_KEYS
-#define FORWARD_128_KEYS 64
+#define FORWARD_128_KEYS 32
 #endif
 #ifndef FORWARD_128_T
-#define FORWARD_128_T 1
+#define FORWARD_128_T 2
 #endif
 
 #undef RESIDENT

@@ -415,7 +415,7 @@ kernels! {
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,
         Value I64 first_query, Value I64 rows, Value I64 window) in flash_forward, flash(4, 128, 64, 128 + 4 * 32),
-        & flash_forward_128 = flash(8, 128, 128, 128 + 4 * 64), & flash_forward_256 = flash(8, 128, 256, 128 + 4 * 16);
+        & flash_forward_128 = flash(4, 128, 128, 128 + 4 * 32), & flash_forward_256 = flash(8, 128, 256, 128 + 4 * 16);
     flash_dropout_forward_64(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv,
         Eights I32 head_dim, Value F32 scale, In I32 firsts, Value I64 keys,

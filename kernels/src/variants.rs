@@ -41,7 +41,7 @@ macro_rules! variants {
 #[rustfmt::skip] // A table: one variant, one line.
 variants! {
     flash_forward_64 in flash_forward, "rows=16", flash(8, 128, 64, 128 + 4 * 32); FORWARD_64_T = 1, FORWARD_64_HELD = 0;
-    flash_forward_128 in flash_forward, "keys=32", flash(8, 128, 128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
+    flash_forward_128 in flash_forward, "rows=16", flash(8, 128, 128, 128 + 4 * 64); FORWARD_128_T = 1, FORWARD_128_KEYS = 64;
     flash_backward_q_256 in flash_backward, "queries=64", flash(8, 64, 256, 2 * 64 + 4 * 16); BACKWARD_Q_256_SHARE = 2;
     flash_backward_kv_64 in flash_backward, "rows=16", flash(8, 128, 64, 2 * 128 + 4 * 32); BACKWARD_KV_64_T = 1;
     grouped_tensor_forward_bf16 in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;

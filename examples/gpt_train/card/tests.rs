@@ -40,7 +40,7 @@ fn attention_is_bound_by_the_instructions_of_its_kernels() {
     let takes = |name, head, call| reached(name, head).operation(&span(Class::Attention, call, 1 << 40, 0)) - 3e-6;
     near(takes("h100", 64, "causal"), 2.3347e-3); // 2^40 / (989.4e12 * 0.68 * 0.7)
     near(takes("h100", 128, "causal_grad"), 4.1778e-3); // 0.38
-    near(takes("h200", 80, "grouped"), 3.6081e-3); // by the kernel of 128: 0.44
+    near(takes("h200", 80, "grouped"), 2.3695e-3); // by the kernel of 128: 0.67
     near(takes("a100", 64, "grouped_grad"), 7.0908e-3); // 2^40 / (312e12 * 0.71 * 0.7)
     let attention = span(Class::Attention, "causal", 1 << 40, 0);
     near(rates(Shares::PEAKS).operation(&attention), 16.435e-3); // 2^40 / 66.9e12
