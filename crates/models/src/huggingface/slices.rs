@@ -118,8 +118,8 @@ mod tests {
     /// More elements than are read at once: each of them once, in its place.
     #[test]
     fn large_tensors_are_read_in_several_runs() {
-        let dims = [3, RUN / 2, 1];
-        let (found, runs) = places(&dims, [0..3, 0..RUN / 2, 0..1], &dims);
+        let dims = [3, RUN / 4, 2];
+        let (found, runs) = places(&dims, [0..3, 0..RUN / 4, 0..2], &dims);
         assert!(runs > 1 && found.iter().enumerate().all(|(at, found)| *found == Some(at)), "{runs} runs");
     }
 }

@@ -156,6 +156,18 @@ fn a_folder_without_the_prefix_is_the_same_model() {
     }
 }
 
+/// The head of a model that is not tied is one of its weights.
+#[test]
+fn the_hash_of_a_folder_is_of_the_head_too() {
+    let folder = copy("llama_scaled");
+    let hash = || Pretrained::open(folder.path()).unwrap().hash().unwrap();
+    let (before, path) = (hash(), folder.path().join("model.safetensors"));
+    edit_header(&path, |header| {
+        header["lm_head.weight"]["data_offsets"] = header["model.embed_tokens.weight"]["data_offsets"].clone();
+    });
+    assert_ne!(hash(), before);
+}
+
 #[test]
 fn the_type_of_a_folder_is_that_of_all_its_weights() {
     let folder = copy("gpt2");
