@@ -25,6 +25,10 @@ pub(super) trait Reduce: Element {
     /// The type of sums.
     type Acc: Reduce<Acc = Self::Acc> + Default;
 
+    /// Whether sums are compiled for [wide](Wide::wide) vectors too: those of the types that models train in, which
+    /// alone are long.
+    const LONG: bool;
+
     /// Elements as accumulators, in `room` if they are not already.
     fn widen<'a>(from: &'a [Self; BLOCK], room: &'a mut [Self::Acc; BLOCK]) -> &'a [Self::Acc; BLOCK];
 
@@ -39,11 +43,19 @@ pub(super) trait Reduce: Element {
 
     /// The smaller; NaN if one is NaN.
     fn min(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+
+    /// [`Reduce::max`] or [`Reduce::min`]: one function, so that what reduces by either is compiled once.
+    #[inline(always)]
+    fn extreme(largest: bool) -> impl Fn(Self::Acc, Self::Acc) -> Self::Acc + Copy {
+        move |a, b| if largest { Self::max(a, b) } else { Self::min(a, b) }
+    }
 }
 
 macro_rules! exact {
-    ($($t:ty: $sum:expr, $max:expr, $min:expr;)*) => { $(impl Reduce for $t {
+    ($($t:ty, $long:literal: $sum:expr, $max:expr, $min:expr;)*) => { $(impl Reduce for $t {
         type Acc = $t;
+
+        const LONG: bool = $long;
 
         #[inline(always)]
         fn widen<'a>(from: &'a [$t; BLOCK], _room: &'a mut [$t; BLOCK]) -> &'a [$t; BLOCK] {
@@ -76,6 +88,8 @@ macro_rules! rounded {
     ($($t:ty: $widen:expr, $narrow:expr;)*) => { $(impl Reduce for $t {
         type Acc = f32;
 
+        const LONG: bool = true;
+
         #[inline(always)]
         fn widen<'a>(from: &'a [$t; BLOCK], room: &'a mut [f32; BLOCK]) -> &'a [f32; BLOCK] {
             $widen(from, &mut *room);
@@ -107,13 +121,13 @@ macro_rules! rounded {
 
 // Written so that a NaN on either side wins: comparisons with NaN are false.
 exact! {
-    f32: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b },
+    f32, true: |a, b| a + b, |a: f32, b| if a > b || a.is_nan() { a } else { b },
         |a: f32, b| if a < b || a.is_nan() { a } else { b };
-    f64: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b },
+    f64, false: |a, b| a + b, |a: f64, b| if a > b || a.is_nan() { a } else { b },
         |a: f64, b| if a < b || a.is_nan() { a } else { b };
-    i32: i32::wrapping_add, Ord::max, Ord::min;
-    i64: i64::wrapping_add, Ord::max, Ord::min;
-    u8: u8::wrapping_add, Ord::max, Ord::min;
+    i32, false: i32::wrapping_add, Ord::max, Ord::min;
+    i64, false: i64::wrapping_add, Ord::max, Ord::min;
+    u8, false: u8::wrapping_add, Ord::max, Ord::min;
 }
 rounded! {
     bf16: widen_bf16, narrow_bf16;
@@ -269,9 +283,9 @@ pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Part<'_>], into: &mut [
     fn typed<T: Reduce>(op: ReduceOp, parts: &[Part<'_>], into: &mut [u8], rounded: bool) {
         let elements = PhantomData::<T>;
         match op {
-            ReduceOp::Sum => (Parts { f: T::sum, parts, into, rounded, elements }).wide(),
-            ReduceOp::Max => (Parts { f: T::max, parts, into, rounded, elements }).run(),
-            ReduceOp::Min => (Parts { f: T::min, parts, into, rounded, elements }).run(),
+            ReduceOp::Sum if T::LONG => (Parts { f: T::sum, parts, into, rounded, elements }).wide(),
+            ReduceOp::Sum => (Parts { f: T::sum, parts, into, rounded, elements }).run(),
+            op => (Parts { f: T::extreme(op == ReduceOp::Max), parts, into, rounded, elements }).run(),
         }
     }
     match dtype {
@@ -360,8 +374,7 @@ mod tests {
         let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
         match op {
             ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut scratch, put),
-            ReduceOp::Max => tree(T::max, read, 0..ranks.len(), &mut scratch, put),
-            ReduceOp::Min => tree(T::min, read, 0..ranks.len(), &mut scratch, put),
+            op => tree(T::extreme(op == ReduceOp::Max), read, 0..ranks.len(), &mut scratch, put),
         }
         assert!(scratch.waiting.is_empty());
         result

@@ -357,10 +357,11 @@ impl Plan {
     /// As for [`Plan::run`]; `T` is the type of the elements.
     unsafe fn reduce<T: Reduce>(&self, piece: &WorkPiece) {
         // Sums alone are long: maxima and minima are of statistics, and do without wider vectors of their own.
+        let (plan, elements) = (self, PhantomData::<T>);
         match self.reduce {
-            ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
-            ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.run(),
-            ReduceOp::Min => Reduction::<T, _> { plan: self, piece, f: T::min, elements: PhantomData }.run(),
+            ReduceOp::Sum if T::LONG => Reduction { plan, piece, f: T::sum, elements }.wide(),
+            ReduceOp::Sum => Reduction { plan, piece, f: T::sum, elements }.run(),
+            op => Reduction { plan, piece, f: T::extreme(op == ReduceOp::Max), elements }.run(),
         }
     }
 }
