@@ -54,20 +54,26 @@ fn weights_that_an_update_made_infinite_are_found_by_what_uses_them() {
     assert_eq!(errors, [wanted]);
 }
 
-/// A weight that is read as no number is refused, whichever rank reads it.
+/// A weight that is read as no number, or in part, is refused, whichever rank reads it.
 #[test]
 fn weights_that_are_no_numbers_are_not_loaded() {
     let plan = on("dp=1", Numerics::Fast);
-    let loaded = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
-        trainer.load_weights(|spec, slice| {
-            let mut values = vec![0.0; slice.stored.count()];
-            if spec.name == "layers.1.mlp.down.weight" {
-                values[7] = f32::NAN;
-            }
-            Ok::<_, String>(values)
-        })
-    });
-    let error = loaded.unwrap_err().to_string();
-    assert!(error.contains("parameter layers.1.mlp.down.weight: it has elements that are not finite"), "{error}");
+    let not_finite = |values: &mut Vec<f32>| values[7] = f32::NAN;
+    let short = |values: &mut Vec<f32>| _ = values.pop();
+    let wrong: [(&(dyn Fn(&mut Vec<f32>) + Sync), &str); 2] =
+        [(&not_finite, "it has elements that are not finite"), (&short, "elements for a slice of another number")];
+    for (change, told) in wrong {
+        let loaded = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
+            trainer.load_weights(|spec, slice| {
+                let mut values = vec![0.0; slice.stored.count()];
+                if spec.name == "layers.1.mlp.down.weight" {
+                    change(&mut values);
+                }
+                Ok::<_, String>(values)
+            })
+        });
+        let error = loaded.unwrap_err().to_string();
+        assert!(error.contains("parameter layers.1.mlp.down.weight: ") && error.contains(told), "{error}");
+    }
 }
