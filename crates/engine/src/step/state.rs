@@ -60,13 +60,16 @@ impl Trainer {
         let declarations = weights.params().declarations().clone();
         for id in declarations.ids() {
             let spec = declarations.spec(id);
-            let values =
-                read(spec, &spec.local(mesh, coords)).map_err(|error| refuse(&spec.name, error.to_string()))?;
+            let slice = spec.local(mesh, coords);
+            let values = read(spec, &slice).map_err(|error| refuse(&spec.name, error.to_string()))?;
+            let (given, wanted) = (values.len(), slice.stored.count());
+            if given != wanted {
+                return Err(refuse(&spec.name, format!("{given} elements for a slice of {wanted}")));
+            }
             if !values.iter().all(|value| value.is_finite()) {
                 return Err(refuse(&spec.name, NOT_FINITE.to_owned()));
             }
-            let wrong = || refuse(&spec.name, format!("{} elements for a slice of another number", values.len()));
-            let part = |part: Range<usize>| values.get(part).map(<[f32]>::to_vec).ok_or_else(wrong);
+            let part = |part: Range<usize>| Ok::<_, TrainError>(values[part].to_vec());
             weights.write(id, part).ok_or_else(|| refuse(&spec.name, "the weights are being read".to_owned()))??;
         }
         Ok(())

@@ -54,14 +54,18 @@ fn weights_that_an_update_made_infinite_are_found_by_what_uses_them() {
     assert_eq!(errors, [wanted]);
 }
 
-/// A weight that is read as no number, or in part, is refused, whichever rank reads it.
+/// A weight that is read as no number, in part, or with more than the slice has, is refused, whichever rank reads it.
 #[test]
 fn weights_that_are_no_numbers_are_not_loaded() {
     let plan = on("dp=1", Numerics::Fast);
     let not_finite = |values: &mut Vec<f32>| values[7] = f32::NAN;
     let short = |values: &mut Vec<f32>| _ = values.pop();
-    let wrong: [(&(dyn Fn(&mut Vec<f32>) + Sync), &str); 2] =
-        [(&not_finite, "it has elements that are not finite"), (&short, "elements for a slice of another number")];
+    let long = |values: &mut Vec<f32>| values.push(0.0);
+    let wrong: [(&(dyn Fn(&mut Vec<f32>) + Sync), &str); 3] = [
+        (&not_finite, "it has elements that are not finite"),
+        (&short, "elements for a slice of "),
+        (&long, "elements for a slice of "),
+    ];
     for (change, told) in wrong {
         let loaded = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
