@@ -171,7 +171,7 @@ def table(program, plans):
             missed.append(f"{row['gpus']} {row['gpu']}, {row['model']}, {row['tokens']:,} tokens: {off:+.0%}")
         rounded = lambda number: float(f"{number:.3g}")
         used = " (fitted)" if "fit" in row else " (between)" if between else ""
-        published = f"{row['tokens']:,}" + (f" (the loss; {low:,} fit, {high:,} do not)" if between else "")
+        published = f"{row['tokens']:,}" + (f" (its loss is NaN beyond; {low:,} fit, {high:,} do not)" if between else "")
         ours = f" | {row['peak'] / UNITS['GiB']:.1f} GiB | {rounded(row['ours']):,.0f}" if plans else ""
         whole = {key: value for key, value in row.items() if key != "used"}
         longest = min(gpu(whole, fixed)[0], host(whole, of_parameter)[0])

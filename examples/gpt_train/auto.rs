@@ -9,6 +9,7 @@
 
 use meshwork::core::launcher::{Environment, detect};
 use meshwork::core::pool;
+use meshwork::plan::search::mesh_text;
 use meshwork::plan::{Counter, Job, System, measure};
 use meshwork::train::config::{Args, Config, Device};
 use std::time::{Duration, Instant};
@@ -74,7 +75,7 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
     let told = told.collect::<Vec<_>>().join(", ");
     let (mesh, reason) = match measured.first() {
         Some((mesh, _)) => (&mesh[..], format!("steps took {told}")),
-        None => ("dp=1", "no mesh is predicted to fit into memory".to_owned()),
+        None => ("dp=1", "no mesh is predicted to run and to fit into memory".to_owned()),
     };
     let warned = disturbance.warning().map_or(String::new(), |warning| format!("; {warning}"));
     Ok((with(mesh), Some(format!("--mesh auto takes {mesh}: {reason}{warned}"))))
@@ -86,18 +87,9 @@ fn meshes(most: usize) -> Vec<String> {
     for dp in 1..=most {
         for tp in 1..=most / dp {
             for pp in 1..=most / (dp * tp) {
-                all.extend(
-                    (1..=most / (dp * tp * pp)).map(|cp| named([("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp)])),
-                );
+                all.extend((1..=most / (dp * tp * pp)).map(|cp| mesh_text([dp, tp, pp, cp, 1])));
             }
         }
     }
     all
-}
-
-/// A mesh as `--mesh` reads it: the axes that are cut, or `dp=1`.
-fn named(axes: [(&str, usize); 4]) -> String {
-    let cut = axes.iter().filter(|(_, degree)| *degree > 1).map(|(axis, degree)| format!("{axis}={degree}"));
-    let cut = cut.collect::<Vec<_>>().join(",");
-    if cut.is_empty() { "dp=1".to_owned() } else { cut }
 }

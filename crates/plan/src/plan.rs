@@ -18,6 +18,14 @@ pub struct Plan {
     pub step: Prediction,
 }
 
+/// A mesh of these degrees of dp, tp, pp, cp and ep as `--mesh` reads it. Axes of degree 1 are left out, and one rank
+/// is `dp=1`.
+pub fn mesh_text(degrees: [usize; 5]) -> String {
+    let axes = ["dp", "tp", "pp", "cp", "ep"].into_iter().zip(degrees).filter(|(_, degree)| *degree > 1);
+    let cut = axes.map(|(axis, degree)| format!("{axis}={degree}")).collect::<Vec<_>>().join(",");
+    if cut.is_empty() { "dp=1".to_owned() } else { cut }
+}
+
 /// Where a plan loses against a better one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loss {
@@ -50,12 +58,9 @@ impl Plan {
         text
     }
 
-    /// Its mesh, as `--mesh` takes it.
+    /// The flag that says its mesh.
     pub fn mesh_flag(&self) -> String {
-        let axes = ["dp", "tp", "pp", "cp", "ep"].into_iter().zip(self.mesh);
-        let above: Vec<String> =
-            axes.filter(|(_, degree)| *degree > 1).map(|(axis, degree)| format!("{axis}={degree}")).collect();
-        format!("--mesh {}", if above.is_empty() { "dp=1".to_owned() } else { above.join(",") })
+        format!("--mesh {}", mesh_text(self.mesh))
     }
 
     /// The parts in which it loses against a better plan, the largest first.

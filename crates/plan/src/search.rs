@@ -13,7 +13,7 @@
 use crate::cluster::Cluster;
 use crate::count::Counter;
 use crate::error::PlanError;
-pub use crate::plan::{Keys, Loss, Plan};
+pub use crate::plan::{Keys, Loss, Plan, mesh_text};
 use crate::predict::Job;
 use crate::system::{System, ZERO_STAGE};
 use crate::table::configured;

@@ -47,9 +47,9 @@ pub(super) fn read_parts(
 /// Neighbouring elements of a tensor that are read at once: at most this many, but for a single dim.
 const RUN: usize = 1 << 22;
 
-/// Calls `visit(first element in the tensor, base, places)` for each run of neighbouring elements of a part that a
-/// slice has, of which `ranges` lie in this part: element i of the run lies at `base + places[i]` of the slice's
-/// memory.
+/// Calls `visit(first, base, places)` for each run of neighbouring elements of `part` within `ranges`, the part's share
+/// of the slice. The run begins at element `first` of the tensor; its element i goes to `base + places[i]` in the
+/// memory of the slice.
 fn for_each_run(
     part: &TensorPart,
     slice: &LocalSlice,

@@ -53,7 +53,7 @@ const NAMES: [(&str, &[&str]); 43] = [
     ("checkpoint.every", &["save_steps", "save_interval"]),
 ];
 
-/// Our key for a name of another trainer, if `name` is one or is as near to one as a slip of the pen.
+/// Our key for a name of another trainer, if `name` is one, or differs from one by at most a sixth of its letters.
 pub(super) fn ours(name: &str) -> Option<&'static str> {
     let name = name.to_lowercase().replace('-', "_");
     let edits = |their: &&str| strsim::levenshtein(&name, their);
@@ -66,9 +66,9 @@ pub(super) fn ours(name: &str) -> Option<&'static str> {
 pub(super) fn table() -> String {
     let mut out = String::from("## Names of other trainers\n\n");
     out.push_str(
-        "Megatron-LM, Hugging Face, DeepSpeed and torchtitan call these keys otherwise, and some mean another ",
+        "Megatron-LM, Hugging Face, DeepSpeed and torchtitan have other names for these keys, and some of them ",
     );
-    out.push_str("unit. An error names our key for theirs.\n\n| theirs | ours |\n|---|---|\n");
+    out.push_str("another unit. The error for a key of theirs names ours.\n\n| theirs | ours |\n|---|---|\n");
     for (key, theirs) in NAMES {
         let theirs = theirs.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         // Writing to a string cannot fail.
@@ -91,7 +91,7 @@ mod tests {
                 assert_eq!(ours(their), Some(key), "{their} is a name of two keys");
             }
         }
-        assert_eq!(ours("--Tensor-Model-Parallel-Size".trim_start_matches('-')), Some("parallelism.tp"));
+        assert_eq!(ours("Tensor-Model-Parallel-Size"), Some("parallelism.tp"));
         assert_eq!(ours("learning_rat"), Some("optimizer.lr"));
         assert_eq!(ours("flux_capacity"), None);
     }

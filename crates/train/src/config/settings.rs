@@ -283,8 +283,8 @@ fn misfit(kind: ValueKind, value: &Value) -> Option<(String, String)> {
     Some((problem, valid))
 }
 
-/// Advice for an unknown key: what another trainer's name of it is here; the same name in the nearest section; the key
-/// of fewest edits. Where no name is within half of its letters, no key is near.
+/// Advice for an unknown key: the key of the same name in the nearest section; else the key that another trainer calls
+/// so; else the key of the fewest edits, if these are at most half as many as the letters of `name`.
 fn similar(section: &str, name: &str) -> String {
     let edits = |key: &Key| distance(name, key.name);
     let of_keys = keys::all().min_by_key(|(of, key)| {
