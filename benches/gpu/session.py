@@ -27,7 +27,11 @@ class Failed(Exception):
 
 
 class Late(Failed):
-    """A program that was ended because its part had no time left."""
+    """A program that was ended because its part had no time left, and what it wrote until then."""
+
+    def __init__(self, why, output):
+        super().__init__(why)
+        self.output = output
 
 
 @dataclass
@@ -156,7 +160,7 @@ class Session:
         shown = " ".join(shown_word(word, self) for word in argv)
         self.commands.append({"command": shown, "seconds": round(output.seconds, 2), "code": output.code})
         if late.is_set():
-            raise Late(f"`{shown}` was ended after {seconds:.0f} s")
+            raise Late(f"`{shown}` was ended after {seconds:.0f} s", output)
         return output
 
     def libraries(self):

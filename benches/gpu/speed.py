@@ -316,8 +316,12 @@ def tune(session):
     session.there()
     table = session.folder / "tuning.toml"
     words = ["--bench", "--device", session.device, "--out", table, *(["--small"] if session.quick else [])]
-    told = session.run([session.program("tune"), *words], limit=0.8 * session.left())
     rows = []
+    try:
+        told = session.run([session.program("tune"), *words], limit=0.8 * session.left())
+    except Late as late:  # The table has what was measured until then.
+        told = late.output
+        rows.append({"what": "all kernels", "state": "FAIL", "why": str(late)})
     for line in told.json():
         row = {"what": f"{line['kernel']} at {line['size']}", "variant": line["variant"]}
         rows.append(row)

@@ -179,6 +179,15 @@ class Checks(unittest.TestCase):
         self.assertEqual(part["state"], "FAIL")
         self.assertIn("dropout at 9: differs by 2e-1", part["why"])
 
+    def test_a_form_that_stands_still_leaves_the_rows_of_the_others(self):
+        usual = '{"kernel":"dropout","size":9,"variant":"usual","ms":1.0,"of_usual":1.0}'
+        row = '[[sm_90a]]\\nkernel = "dropout"\\nvariant = "each=8"'
+        self.programs("tune", f"printf '%b' '{row}' >{self.path}/tuning.toml; echo '{usual}'; sleep 60")
+        part = self.part("tune", limit=2.5)
+        self.assertEqual([row["state"] for row in part["tables"]["variants"]], ["FAIL", "PASS", "PASS"])
+        self.assertIn("was ended after", part["why"])
+        self.assertIn("each=8", part["files"]["tuning.toml"])
+
     def test_a_grouped_product_is_held_against_a_dense_one(self):
         line = '{{"operation":"{}","ms":{},"gb_per_s":1.0,"tflops":1.0,"flops":9}}'
         lines = [line.format("product nt bf16 6x8x16", 0.8), line.format("grouped 8 product nt bf16 6x8x16", 1.0)]

@@ -9,7 +9,7 @@
 //           bytes. A kernel writes them by write_map, launched before the kernels that use them, so that a launch needs
 //           no call of the driver and no argument of a special kind
 //           (docs/decisions/0046-kernels-write-their-tensor-maps.md). Of an operand [samples, rows, heads, features]:
-//           heads are contiguous, rows as far apart as the caller says. Its address and the distance of its rows are
+//           heads are contiguous, rows and samples as far apart as the caller says. Its address and these distances are
 //           multiples of 16 bytes.
 // Tiles     panels of warp_group.cuh, BOX_ROWS rows per copy, in the swizzle of 128 bytes, which the hardware writes;
 //           zeros beyond the features and the rows.
@@ -39,8 +39,8 @@
 #define REPLACE_BY(field, constant) \
     asm volatile("tensormap.replace.tile." field ".global.b1024.b32 [%0], " constant ";" ::"l"(__cvta_generic_to_global(map)) : "memory")
 
-// Writes the map of an operand whose rows are `row` elements apart.
-DEVICE void write_map(u64* map, const u16* from, i64 samples, i64 rows, i64 heads, int features, i64 row) {
+// Writes the map of an operand whose rows are `row` elements apart, and whose samples `sample`.
+DEVICE void write_map(u64* map, const u16* from, i64 samples, i64 rows, i64 heads, int features, i64 row, i64 sample) {
     for (int i = 0; i < MAP_WORDS; i++) map[i] = 0;
     REPLACE("global_address.global.b1024.b64 [%0],", "l", from);
     REPLACE_BY("rank", "3");  // less one
@@ -54,7 +54,7 @@ DEVICE void write_map(u64* map, const u16* from, i64 samples, i64 rows, i64 head
     REPLACE("global_dim.global.b1024.b32 [%0], 3,", "r", static_cast<int>(samples));
     REPLACE("global_stride.global.b1024.b64 [%0], 0,", "l", DISTANCE(2 * features));
     REPLACE("global_stride.global.b1024.b64 [%0], 1,", "l", DISTANCE(2 * row));
-    REPLACE("global_stride.global.b1024.b64 [%0], 2,", "l", DISTANCE(2 * rows * row));
+    REPLACE("global_stride.global.b1024.b64 [%0], 2,", "l", DISTANCE(2 * sample));
     REPLACE("element_stride.global.b1024.b32 [%0], 0,", "r", 1);
     REPLACE("element_stride.global.b1024.b32 [%0], 1,", "r", 1);
     REPLACE("element_stride.global.b1024.b32 [%0], 2,", "r", 1);
@@ -102,7 +102,7 @@ DEVICE void copy_box(Tiles tiles, int to, const u64* map, int feature, int head,
 #else
 
 // Other targets compile these kernels but never launch them.
-DEVICE void write_map(u64*, const u16*, i64, i64, i64, int, i64) { asm volatile("trap;"); }
+DEVICE void write_map(u64*, const u16*, i64, i64, i64, int, i64, i64) { asm volatile("trap;"); }
 DEVICE void map_is_written(const u64*) {}
 DEVICE void barrier_begin(Tiles, int) {}
 DEVICE void expect_bytes(Tiles, int, int) {}

@@ -11,7 +11,7 @@ namespace host {
 // A map of an operand, in the 128 bytes of a hardware map.
 struct OperandMap {
     uint64_t written;  // detects a map that was never written
-    uint64_t from, samples, rows, heads, features, row;
+    uint64_t from, samples, rows, heads, features, row, sample;
 };
 constexpr uint64_t WRITTEN = 0x70616d206c6c6177;
 constexpr int BOX = 64;  // rows and features of a copy
@@ -65,10 +65,11 @@ inline void wait_for_phase(const char* file, int line, Shared<uint16_t>& tiles, 
 
 }  // namespace host
 
-inline void write_map(unsigned long long* map, const uint16_t* from, long long samples, long long rows, long long heads, int features, long long row) {
+inline void write_map(unsigned long long* map, const uint16_t* from, long long samples, long long rows, long long heads, int features, long long row,
+                      long long sample) {
     if (reinterpret_cast<uintptr_t>(map) % 64) host::fail("a map at a place that is no multiple of 64 bytes");
-    if (reinterpret_cast<uintptr_t>(from) % 16 || features % 8 || row % 8) host::fail("a map of what does not lie at multiples of 16 bytes");
-    host::OperandMap of{host::WRITTEN, reinterpret_cast<uint64_t>(from), uint64_t(samples), uint64_t(rows), uint64_t(heads), uint64_t(features), uint64_t(row)};
+    if (reinterpret_cast<uintptr_t>(from) % 16 || features % 8 || row % 8 || sample % 8) host::fail("a map of what does not lie at multiples of 16 bytes");
+    host::OperandMap of{host::WRITTEN, reinterpret_cast<uint64_t>(from), uint64_t(samples), uint64_t(rows), uint64_t(heads), uint64_t(features), uint64_t(row), uint64_t(sample)};
     memset(map, 0, 128);
     memcpy(map, &of, sizeof of);
 }
@@ -109,7 +110,7 @@ inline void copy_box(Tiles tiles, int to, const unsigned long long* map, int fea
             int place = r * BOX + ((e / 8 ^ (r & 7)) * 8 + e % 8);
             tiles[to + place].array.begin(to + place);
             if (!inside(sample, of.samples) || !inside(row + r, of.rows) || !inside(head, of.heads) || !inside(feature + e, of.features)) continue;
-            box.values[place] = from[(sample * of.rows + row + r) * of.row + head * of.features + feature + e];
+            box.values[place] = from[sample * of.sample + (row + r) * of.row + head * of.features + feature + e];
         }
     }
     barrier.boxes.push_back(std::move(box));

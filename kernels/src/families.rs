@@ -460,7 +460,7 @@ kernels! {
         & flash_dropout_backward_kv_256 = flash(8, 64, 256, 2 * 64 + 4 * 16);
     flash_maps(InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row,
         InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq, Value I64 heads, Value I64 kv_heads,
-        Eights I32 head_dim, Value I64 keys) in flash_maps, Geometry::OneWarp;
+        Eights I32 head_dim, Value I64 keys, Value I64 rows) in flash_maps, Geometry::OneWarp;
     flash_forward_sm90_64(In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale,
         In I32 firsts, Value I64 keys,

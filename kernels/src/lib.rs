@@ -18,7 +18,7 @@ pub use families::{
 };
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
-pub use variants::{VARIANTS, Variant, variants};
+pub use variants::{SM_90A, VARIANTS, Variant, for_sm_90a, tuned, variants};
 
 /// Options of the compiler, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product
 /// and sum are fused but where the source says so. Division, square roots and subnormal numbers stay as the standard

@@ -59,6 +59,31 @@ variants! {
     dropout in dropout, "each=16", Geometry::Elements { each: 16 }; EACH = 16;
 }
 
+/// What a table of forms calls the kernels that only sm_90a has the instructions for.
+pub const SM_90A: &str = "sm_90a";
+
+/// Those kernels, each behind the one that it can replace. They read operands by maps that `flash_maps` writes, so they
+/// have other names and arguments than variants.
+static FOR_SM_90A: [(&str, &str); 6] = [
+    ("flash_forward_64", "flash_forward_sm90_64"),
+    ("flash_forward_128", "flash_forward_sm90_128"),
+    ("flash_backward_q_64", "flash_backward_sm90_q_64"),
+    ("flash_backward_q_128", "flash_backward_sm90_q_128"),
+    ("flash_backward_kv_64", "flash_backward_sm90_kv_64"),
+    ("flash_backward_kv_128", "flash_backward_sm90_kv_128"),
+];
+
+/// The kernel that sm_90a can run in place of this one.
+///
+/// ```
+/// let forward = meshwork_kernels::for_sm_90a("flash_forward_64").unwrap();
+/// assert_eq!((forward.name, forward.args[0].name), ("flash_forward_sm90_64", "maps"));
+/// ```
+pub fn for_sm_90a(kernel: &str) -> Option<&'static Kernel> {
+    let (_, name) = FOR_SM_90A.iter().find(|(replaced, _)| *replaced == kernel)?;
+    KERNELS.iter().find(|kernel| kernel.name == *name)
+}
+
 /// The arguments of the usual form.
 const fn args(kernel: &str) -> &'static [Arg] {
     let mut at = 0;
@@ -81,9 +106,24 @@ pub fn variants(kernel: &str) -> impl Iterator<Item = &'static Variant> {
     VARIANTS.iter().filter(move |variant| variant.kernel.name == kernel)
 }
 
+/// The kernels that have another form, a variant or one for sm_90a.
+pub fn tuned() -> impl Iterator<Item = &'static str> {
+    let names = KERNELS.iter().map(|kernel| kernel.name);
+    names.filter(|name| variants(name).next().is_some() || for_sm_90a(name).is_some())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Every kernel whose name says sm_90a can replace the kernel of the same name without it.
+    #[test]
+    fn kernels_for_sm_90a_are_those_that_say_so() {
+        let named = KERNELS.iter().filter(|kernel| kernel.name.contains("_sm90_"));
+        let found = named.map(|kernel| (kernel.name.replace("_sm90_", "_"), kernel.name)).collect::<Vec<_>>();
+        assert_eq!(found, FOR_SM_90A.map(|(of, name)| (of.to_owned(), name)));
+        assert!(found.iter().all(|(of, name)| for_sm_90a(of).is_some_and(|kernel| kernel.name == *name)));
+    }
 
     /// The name of a variant is unique for its kernel, its file is unique, and every macro that it defines is used in
     /// that file or in a header.

@@ -33,7 +33,7 @@ fn a_table_of_forms_is_read_or_refused() {
             "cuda-emulated",
             &broken,
             format!(
-                "row 1 of emulated: variant = \"each=9\" is none of dropout; use \"usual\" or one of [\"each=8\", \"each=16\"]; {of_device}"
+                "row 1 of emulated: variant = \"each=9\" is none of dropout; use one of [\"usual\", \"each=8\", \"each=16\"]; {of_device}"
             ),
         ),
         (

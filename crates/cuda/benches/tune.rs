@@ -12,9 +12,10 @@ mod bench;
 use bench::{Asked, median, numbers, uneven};
 use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::tuning::{LIBRARY, Tuning, USUAL, has_library};
+use meshwork_cuda::driver::Properties;
+use meshwork_cuda::tuning::{Tuning, USUAL, names};
 use meshwork_cuda::{CudaDevice, Driver};
-use meshwork_kernels::{VARIANTS, variants};
+use meshwork_kernels::{SM_90A, tuned};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
@@ -118,53 +119,67 @@ struct Measured {
     ms: f64,
 }
 
+/// A kernel, and its forms at each size, the usual one first.
+struct Compared {
+    kernel: &'static str,
+    tuned: &'static Tuned,
+    sizes: &'static [usize],
+    forms: Vec<Vec<Measured>>,
+}
+
 fn main() -> Result<(), Box<dyn AnyError>> {
     let mut asked = Asked::of_process();
     let out = asked.value("--out");
     let Some(driver) = asked.driver()? else { return Ok(()) };
-    let properties = driver.properties().clone();
-    let mut table = format!("# Written by the benchmark `tune` on: {}.\n", properties.name);
-    let mut kernels: Vec<&str> = VARIANTS.iter().map(|variant| variant.kernel.name).collect();
-    kernels.dedup();
-    let mut wrong = 0;
-    for kernel in kernels.into_iter().filter(|kernel| asked.wants(kernel)) {
+    let (mut compared, mut wrong) = (Vec::new(), 0);
+    for kernel in tuned().filter(|kernel| asked.wants(kernel)) {
         let tuned = TUNED.iter().find(|tuned| kernel.starts_with(tuned.family));
         let tuned =
             tuned.ok_or_else(|| format!("kernel {kernel} has variants, and this benchmark does not call it"))?;
         let sizes = if asked.small { tuned.small } else { tuned.sizes };
-        let mut chosen = Vec::new();
-        for &size in sizes {
-            let (forms, faults) = forms(&driver, kernel, tuned, size, asked.small)?;
-            wrong += faults;
-            // Times of single calls mean nothing: then any form will do, so that there is a table to read.
-            let best = if asked.small { &forms[forms.len() - 1] } else { fastest(&forms) };
-            chosen.push(best.name);
-        }
-        rows(&mut table, &properties.architecture, kernel, sizes, &chosen)?;
+        compared.push(Compared { kernel, tuned, sizes, forms: sizes.iter().map(|_| Vec::new()).collect() });
     }
-    if let Some(path) = out {
-        std::fs::write(path, &table)?;
+    // The kernels for sm_90a come last: one that stands still, or ends the device, leaves the others' rows.
+    for last in [false, true] {
+        for at in 0..compared.len() {
+            let Compared { kernel, tuned, sizes, forms } = &mut compared[at];
+            let names: Vec<&str> = names(kernel).filter(|name| (*name == SM_90A) == last).collect();
+            for (&size, forms) in sizes.iter().zip(forms).filter(|_| !names.is_empty()) {
+                wrong += measure(&driver, (kernel, tuned, size), &names, forms, asked.small)?;
+            }
+            if let Some(path) = &out {
+                std::fs::write(path, table(driver.properties(), &compared, asked.small)?)?;
+            }
+        }
     }
     if wrong > 0 { Err(format!("{wrong} results of variants are not those of the usual form").into()) } else { Ok(()) }
 }
 
-/// Every form of a kernel whose results are right, with its time; and how many are wrong.
-fn forms(
+/// Adds the forms of these names whose results are right, with their times; how many are wrong.
+fn measure(
     driver: &Arc<dyn Driver>,
-    kernel: &'static str,
-    tuned: &Tuned,
-    size: usize,
+    (kernel, tuned, size): (&'static str, &Tuned, usize),
+    names: &[&'static str],
+    right: &mut Vec<Measured>,
     once: bool,
-) -> Result<(Vec<Measured>, usize), Error> {
+) -> Result<usize, Error> {
     let open = || CudaDevice::with_precision(driver.clone(), Products::OfTheLibrary, Precision::Bf16);
     let usual = open()?.with_tuning(Tuning::default())?;
     let call = (tuned.call)(&usual, kernel, size)?;
     let want = downloaded(&usual, call(&usual)?)?;
-    let (mut right, mut wrong) = (Vec::new(), 0);
-    let library = has_library(kernel).then_some(LIBRARY);
-    for name in [USUAL].into_iter().chain(variants(kernel).map(|variant| variant.name)).chain(library) {
+    let mut wrong = 0;
+    for &name in names {
+        let tuning = match Tuning::only(&driver.properties().architecture, kernel, name) {
+            Ok(tuning) => tuning,
+            Err(refused) => {
+                println!(
+                    r#"{{"kernel":"{kernel}","size":{size},"variant":"{name}","error":{:?}}}"#,
+                    refused.to_string()
+                );
+                continue;
+            }
+        };
         // The same device, so that its memory is that of the operands.
-        let tuning = Tuning::only(kernel, name).unwrap_or_default(); // of every kernel with variants there are these forms
         let device = usual.with_tuning(tuning)?;
         let got = call(&device).and_then(|results| downloaded(&device, results));
         let error = got.map(|got| got.iter().zip(&want).map(|(got, want)| distance(got, want)).fold(0.0, f64::max));
@@ -183,7 +198,7 @@ fn forms(
         };
         println!(r#"{{"kernel":"{kernel}","size":{size},"variant":"{name}",{said}}}"#);
     }
-    Ok((right, wrong))
+    Ok(wrong)
 }
 
 fn downloaded(device: &CudaDevice, results: Vec<Buffer>) -> Result<Vec<Vec<f32>>, Error> {
@@ -200,22 +215,28 @@ fn distance(got: &[f32], want: &[f32]) -> f64 {
 }
 
 /// The usual form, unless another one is faster than noise.
-fn fastest(forms: &[Measured]) -> &Measured {
-    let usual = &forms[0];
-    let best = forms.iter().min_by(|a, b| a.ms.total_cmp(&b.ms)).unwrap_or(usual);
-    if best.ms < WORTH * usual.ms { best } else { usual }
+fn fastest(forms: &[Measured]) -> Option<&Measured> {
+    let usual = forms.first()?;
+    let best = forms.iter().min_by(|a, b| a.ms.total_cmp(&b.ms))?;
+    Some(if best.ms < WORTH * usual.ms { best } else { usual })
 }
 
-/// The rows of a kernel: each size stands for those up to the middle between it and the next one, by factors.
-fn rows(table: &mut String, architecture: &str, kernel: &str, sizes: &[usize], chosen: &[&str]) -> std::fmt::Result {
-    if chosen.iter().all(|&name| name == USUAL) {
-        return Ok(());
-    }
-    for (at, name) in chosen.iter().enumerate() {
-        write!(table, "\n[[{architecture}]]\nkernel = \"{kernel}\"\nvariant = \"{name}\"\n")?;
-        if let Some(next) = sizes.get(at + 1) {
-            writeln!(table, "up_to = {}", ((sizes[at] * next) as f64).sqrt() as u64)?;
+/// The table of what was measured so far. Each size stands for those up to the middle between it and the next one, by
+/// factors. Times of single calls mean nothing: then any form will do, so that there is a table to read.
+fn table(of: &Properties, compared: &[Compared], once: bool) -> Result<String, std::fmt::Error> {
+    let mut table = format!("# Written by the benchmark `tune` on: {}.\n", of.name);
+    for Compared { kernel, sizes, forms, .. } in compared {
+        let best = |forms: &Vec<Measured>| Some(if once { forms.last()? } else { fastest(forms)? }.name);
+        let chosen: Vec<&str> = forms.iter().filter_map(best).collect();
+        if chosen.iter().all(|&name| name == USUAL) {
+            continue;
+        }
+        for (at, name) in chosen.iter().enumerate() {
+            write!(table, "\n[[{}]]\nkernel = \"{kernel}\"\nvariant = \"{name}\"\n", of.architecture)?;
+            if let Some(next) = sizes.get(at + 1) {
+                writeln!(table, "up_to = {}", ((sizes[at] * next) as f64).sqrt() as u64)?;
+            }
         }
     }
-    Ok(())
+    Ok(table)
 }

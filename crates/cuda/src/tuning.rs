@@ -4,12 +4,16 @@
 //! ```toml
 //! [[sm_90a]]
 //! kernel = "flash_forward_64"
-//! variant = "rows=16"    # of `meshwork_kernels::VARIANTS`, or "usual"; of products of groups, or "library": a product of the library for each group
+//! variant = "rows=16"    # of `meshwork_kernels::VARIANTS`, or "usual"
 //! up_to = 2048           # the longest rows or sequences of this row, without a width elements; without it: all
 //! ```
 //! The first row of a kernel that matches a call decides. Kernels without a row use their usual form.
+//!
+//! Two other words choose what is no variant: of products of groups `"library"`, a product of the library for each
+//! group, and of attention on tensor cores `"sm_90a"`, a kernel with instructions that only this architecture has, and
+//! the emulator. Another device has no row with it.
 
-use meshwork_kernels::{Kernel, VARIANTS, kernel, variants};
+use meshwork_kernels::{Kernel, SM_90A, for_sm_90a, kernel, tuned, variants};
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -22,8 +26,11 @@ pub const USUAL: &str = "usual";
 /// The variant of a row that chooses a product of the library for each group, in place of a kernel.
 pub const LIBRARY: &str = "library";
 
+/// The architectures that run the kernels for sm_90a: the emulator has twins of their instructions.
+const RUN_SM_90A: [&str; 2] = [SM_90A, "emulated"];
+
 /// Whether the library can compute the products of a kernel too.
-pub fn has_library(kernel: &str) -> bool {
+fn has_library(kernel: &str) -> bool {
     kernel.starts_with("grouped_tensor_")
 }
 
@@ -43,8 +50,18 @@ pub struct Tuning(Vec<Row>);
 struct Row {
     kernel: String,
     up_to: u64,
-    /// `None`: the library's product.
-    form: Option<&'static Kernel>,
+    form: Form,
+}
+
+/// What runs in place of a kernel's usual form.
+#[derive(Clone, Copy, Debug)]
+enum Form {
+    /// The usual form itself or a variant: a kernel of the same arguments.
+    Same(&'static Kernel),
+    /// The kernel for sm_90a, whose arguments are others.
+    Sm90a(&'static Kernel),
+    /// A product of the library for each group.
+    Library,
 }
 
 /// A fault of a table.
@@ -99,7 +116,8 @@ impl Tuning {
             };
             let none = || refuse(1, "is none".to_owned(), format!("write [[{of}]] before each row"));
             let rows = rows.as_array().ok_or_else(none)?.iter().enumerate();
-            let rows = rows.map(|(at, row)| Row::read(row).map_err(|(problem, valid)| refuse(at + 1, problem, valid)));
+            let rows =
+                rows.map(|(at, row)| Row::read(row, of).map_err(|(problem, valid)| refuse(at + 1, problem, valid)));
             let rows: Vec<Row> = rows.collect::<Result<_, _>>()?;
             if of == architecture {
                 own = Some(Self(rows));
@@ -114,23 +132,29 @@ impl Tuning {
         })
     }
 
-    /// A table with one form of a kernel for all sizes.
+    /// A table for an architecture with one form of a kernel for all sizes.
     ///
     /// # Errors
-    /// A kernel without variants, or a form that it does not have.
-    pub fn only(kernel: &str, form: &str) -> Result<Self, TuningError> {
-        let row = format!("[[any]]\nkernel = {kernel:?}\nvariant = {form:?}");
-        Self::parse(&row, "any")
+    /// A kernel without variants, or a form that it does not have on this architecture.
+    pub fn only(architecture: &str, kernel: &str, form: &str) -> Result<Self, TuningError> {
+        let row = format!("[[{architecture}]]\nkernel = {kernel:?}\nvariant = {form:?}");
+        Self::parse(&row, architecture)
     }
 
-    /// The form of a kernel for a call of `[items, width]` of its geometry; `None`: the usual one.
+    /// The form of a kernel, of the same arguments, for a call of `[items, width]` of its geometry; `None`: the usual
+    /// one.
     pub(crate) fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
-        self.row(name, sizes)?.form
+        if let Form::Same(kernel) = self.row(name, sizes)?.form { Some(kernel) } else { None }
+    }
+
+    /// The kernel for sm_90a that replaces a kernel for such a call, if one does.
+    pub(crate) fn for_sm_90a(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
+        if let Form::Sm90a(kernel) = self.row(name, sizes)?.form { Some(kernel) } else { None }
     }
 
     /// Whether library products replace a kernel for such a call.
     pub(crate) fn is_of_library(&self, name: &str, sizes: [u64; 2]) -> bool {
-        self.row(name, sizes).is_some_and(|row| row.form.is_none())
+        self.row(name, sizes).is_some_and(|row| matches!(row.form, Form::Library))
     }
 
     fn row(&self, name: &str, [items, width]: [u64; 2]) -> Option<&Row> {
@@ -139,9 +163,23 @@ impl Tuning {
     }
 }
 
+/// All forms of a kernel by their names, the usual one first.
+fn forms(name: &str) -> impl Iterator<Item = (&'static str, Form)> {
+    let usual = kernel(name).map(|kernel| (USUAL, Form::Same(kernel)));
+    let others = variants(name).map(|variant| (variant.name, Form::Same(&variant.kernel)));
+    let for_sm_90a = for_sm_90a(name).map(|kernel| (SM_90A, Form::Sm90a(kernel)));
+    let library = has_library(name).then_some((LIBRARY, Form::Library));
+    usual.into_iter().chain(others).chain(for_sm_90a).chain(library)
+}
+
+/// The names of all forms of a kernel, the usual one first: what `variant` of a row may be.
+pub fn names(kernel: &str) -> impl Iterator<Item = &'static str> {
+    forms(kernel).map(|(name, _)| name)
+}
+
 impl Row {
-    /// A row, or its fault and a valid one.
-    fn read(row: &Value) -> Result<Self, (String, String)> {
+    /// A row of an architecture, or its fault and a valid one.
+    fn read(row: &Value, architecture: &str) -> Result<Self, (String, String)> {
         const KEYS: [&str; 3] = ["kernel", "variant", "up_to"];
         let row =
             row.as_table().ok_or_else(|| ("is no table".to_owned(), format!("its keys are {}", KEYS.join(", "))))?;
@@ -150,18 +188,17 @@ impl Row {
         }
         let text = |key: &str| row.get(key).and_then(Value::as_str).unwrap_or_default();
         let (name, wanted) = (text("kernel"), text("variant"));
-        let names: Vec<&str> = variants(name).map(|variant| variant.name).collect();
-        if names.is_empty() {
-            let mut tuned: Vec<&str> = VARIANTS.iter().map(|variant| variant.kernel.name).collect();
-            tuned.dedup();
-            return Err((format!("kernel = {name:?} has no variants"), format!("use one of {}", tuned.join(", "))));
+        if tuned().all(|tuned| tuned != name) {
+            let valid = tuned().collect::<Vec<_>>().join(", ");
+            return Err((format!("kernel = {name:?} has no variants"), format!("use one of {valid}")));
         }
-        let variant = variants(name).find(|variant| variant.name == wanted).map(|variant| &variant.kernel);
-        let form = variant.or_else(|| kernel(name).filter(|_| wanted == USUAL));
-        let library = has_library(name);
-        if form.is_none() && !(library && wanted == LIBRARY) {
-            let valid = if library { format!("use {USUAL:?}, {LIBRARY:?}") } else { format!("use {USUAL:?}") };
-            return Err((format!("variant = {wanted:?} is none of {name}"), format!("{valid} or one of {names:?}")));
+        let Some((_, form)) = forms(name).find(|(form, _)| *form == wanted) else {
+            let valid: Vec<&str> = forms(name).map(|(form, _)| form).collect();
+            return Err((format!("variant = {wanted:?} is none of {name}"), format!("use one of {valid:?}")));
+        };
+        if matches!(form, Form::Sm90a(_)) && !RUN_SM_90A.contains(&architecture) {
+            let valid = format!("leave it out, or write it below [[{SM_90A}]]");
+            return Err((format!("variant = {wanted:?} runs on no {architecture}"), valid));
         }
         let up_to = match row.get("up_to") {
             None => u64::MAX,
@@ -207,7 +244,8 @@ mod tests {
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
                     [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'rows=16'\nup_to = 2048\n\
                     [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'library'\nup_to = 512\n\
-                    [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'columns=128'\n";
+                    [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'columns=128'\n\
+                    [[sm_90a]]\nkernel = 'flash_backward_q_64'\nvariant = 'sm_90a'\nup_to = 2048\n";
         let tuning = Tuning::parse(text, "sm_90a").unwrap();
         let form = |name, sizes| tuning.form(name, sizes).map(|kernel| kernel.source.name);
         assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
@@ -217,6 +255,11 @@ mod tests {
         assert!(form("flash_forward_64", [1 << 20, 2048]).is_some());
         assert_eq!(form("flash_forward_64", [1, 2049]), None);
         assert_eq!(form("adamw", [1, 0]), None);
+        // A kernel of other arguments is no form either.
+        assert_eq!(form("flash_backward_q_64", [1, 2048]), None);
+        let other = |name, width| tuning.for_sm_90a(name, [1, width]).map(|kernel| kernel.name);
+        assert_eq!(other("flash_backward_q_64", 2048), Some("flash_backward_sm90_q_64"));
+        assert_eq!([other("flash_backward_q_64", 2049), other("flash_forward_64", 1)], [None; 2]);
         // A library product is not a form of a kernel.
         assert_eq!(form("grouped_tensor_forward_bf16", [9, 512]), None);
         assert_eq!([512, 513].map(|n| tuning.is_of_library("grouped_tensor_forward_bf16", [9, n])), [true, false]);
@@ -235,19 +278,27 @@ mod tests {
             ),
             (
                 &row("kernel = 'adamw'\nvariant = 'x'"),
-                "row 1 of sm_90a: kernel = \"adamw\" has no variants; use one of flash_forward_64, ",
+                "row 1 of sm_90a: kernel = \"adamw\" has no variants; use one of dropout, flash_forward_64, ",
             ),
             (
                 &row("kernel = 'dropout'"),
-                "row 1 of sm_90a: variant = \"\" is none of dropout; use \"usual\" or one of [\"each=8\", \"each=16\"]",
+                "row 1 of sm_90a: variant = \"\" is none of dropout; use one of [\"usual\", \"each=8\", \"each=16\"]",
             ),
             (
                 &row("kernel = 'dropout'\nvariant = 'library'"),
-                "row 1 of sm_90a: variant = \"library\" is none of dropout; use \"usual\" or one of ",
+                "row 1 of sm_90a: variant = \"library\" is none of dropout; use one of [\"usual\", ",
             ),
             (
                 &row("kernel = 'grouped_tensor_forward'\nvariant = 'x'"),
-                "row 1 of sm_90a: variant = \"x\" is none of grouped_tensor_forward; use \"usual\", \"library\" or one of ",
+                "row 1 of sm_90a: variant = \"x\" is none of grouped_tensor_forward; use one of [\"usual\", \"stages=2\", \"library\"]",
+            ),
+            (
+                &row("kernel = 'flash_forward_256'\nvariant = 'sm_90a'"),
+                "row 1 of sm_90a: kernel = \"flash_forward_256\" has no variants; use one of ",
+            ),
+            (
+                &row("kernel = 'flash_forward_64'\nvariant = 'sm_90a'").replace("[sm_90a]", "[sm_80]"),
+                "row 1 of sm_80: variant = \"sm_90a\" runs on no sm_80; leave it out, or write it below [[sm_90a]]",
             ),
             (
                 &row("kernel = 'dropout'\nvariant = 'each=8'\nup_to = -1"),

@@ -641,7 +641,7 @@ fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
         let (at, kv_room) = (words.as_ptr().align_offset(64), first + heads / size);
         #[rustfmt::skip]
         launch!(
-            "flash_maps", [1, 0], &q, width, k, v, kv_row, &dout, AtMut(&mut words, at), batch, seq, heads, kv_room, dim, keys
+            "flash_maps", [1, 0], &q, width, k, v, kv_row, &dout, AtMut(&mut words, at), batch, seq, heads, kv_room, dim, keys, seq
         );
         let maps = At(&words, at);
         let (mut out_sm90, mut lse_sm90) = (vec![H::NAN; rows * width], vec![f32::NAN; rows * heads]);

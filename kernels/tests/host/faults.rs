@@ -92,7 +92,7 @@ template <int BYTES, bool WAIT, bool BARRIER> DEVICE void boxes(float* out, i64 
     TILES(tiles, BOX + BARRIER_SIZE);
     u64 words[2 * MAP_WORDS];
     u64* map = words + (8 - reinterpret_cast<u64>(words) / 8 % 8) % 8;
-    write_map(map, reinterpret_cast<const u16*>(out), 1, 8, 1, 64, 64);
+    write_map(map, reinterpret_cast<const u16*>(out), 1, 8, 1, 64, 64, 512);
     if (threadIdx.x == 0) barrier_begin(tiles, BOX);
     __syncthreads();
     for (int n = 0; n < 2; n++) {

@@ -68,6 +68,29 @@ impl Operand for &Heads {
     }
 }
 
+/// How a kernel reads the operands of a run of queries.
+enum Read<'a> {
+    /// Where they lie, and the gradient of the output behind them where the kernel reads it.
+    Places(&'a Heads, Option<Address>),
+    /// By maps of these places: the kernels for sm_90a.
+    Maps(Buffer),
+}
+
+impl Operand for &Read<'_> {
+    fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
+        match self {
+            Read::Places(heads, dout) => {
+                heads.add_to(operands)?;
+                dout.iter().try_for_each(|&dout| dout.add_to(operands))
+            }
+            Read::Maps(maps) => maps.add_to(operands),
+        }
+    }
+}
+
+/// Words of the maps of queries, keys, values and the gradient of the output: `kernels/cuda/flash_maps.cu`.
+const MAPS: usize = 4 * 16;
+
 /// A kernel for each of [`HEADS`].
 type Forms = [&'static str; HEADS.len()];
 
@@ -280,6 +303,35 @@ impl CudaDevice {
         Ok([self.loaded(&q, call.dtype())?, self.loaded(&kv, call.dtype())?])
     }
 
+    /// Kernels with `[items, width]` of their calls, for a run of queries: the name of each, or of the kernel for
+    /// sm_90a that the table has in its place for bf16, and how it reads `heads` and `dout`.
+    fn reading<'a, const N: usize>(
+        &self,
+        call: &Call<'_>,
+        run: &Run,
+        (heads, dout): (&'a Heads, Option<Address>),
+        kernels: [(&'static str, [usize; 2]); N],
+    ) -> Result<[(&'static str, Read<'a>); N]> {
+        let of_bf16 = call.dtype() == DType::Bf16;
+        let replaced = kernels.map(|(name, sizes)| {
+            let kernel = self.tuning.for_sm_90a(name, sizes.map(|size| size as u64)).filter(|_| of_bf16);
+            (name, kernel.map(|kernel| kernel.name))
+        });
+        if replaced.iter().all(|(_, by)| by.is_none()) {
+            return Ok(replaced.map(|(name, _)| (name, Read::Places(heads, dout))));
+        }
+        let GroupedShape { queries: AttentionShape { batch, seq, heads: count, head_dim }, keys, kv_heads, .. } =
+            call.shape;
+        let maps = self.scratch(DType::I64, MAPS)?;
+        launch!(self, OP, "flash_maps", [1, 0];
+            heads, dout.unwrap_or(Address::NULL), &maps, batch, run.tokens.len(), count, kv_heads, head_dim as i32, keys, seq
+        )?;
+        Ok(replaced.map(|(name, by)| match by {
+            Some(by) => (by, Read::Maps(maps.clone())),
+            None => (name, Read::Places(heads, dout)),
+        }))
+    }
+
     /// The result, in the type `dtype`, and the logarithm of the sum of each row.
     fn attend(&self, call: &Call<'_>, heads: &Heads, dtype: DType) -> Result<(Buffer, Buffer)> {
         let AttentionShape { batch, seq, heads: count, head_dim } = call.shape.queries;
@@ -291,8 +343,9 @@ impl CudaDevice {
         for run in call.runs() {
             let out_at = out_at.offset(call.dtype().size() * call.skipped(&run));
             let (lse_at, heads) = (lse_at.offset(DType::F32.size() * run.row), heads.after(&run, call.dtype()));
-            let ending = self.ending(call, &run, &heads)?;
-            launch!(self, OP, kernel, [batch * count, run.tokens.len()]; &heads, out_at, lse_at, ending)?;
+            let (ending, sizes) = (self.ending(call, &run, &heads)?, [batch * count, run.tokens.len()]);
+            let [(kernel, read)] = self.reading(call, &run, (&heads, None), [(kernel, sizes)])?;
+            launch!(self, OP, kernel, sizes; &read, out_at, lse_at, ending)?;
         }
         Ok((self.settled(out, dtype)?, lse))
     }
@@ -313,15 +366,12 @@ impl CudaDevice {
             [self.place(OP, lse)?, self.place(OP, dots)?].map(|at| at.offset(DType::F32.size() * run.row));
         let (heads, into) = (heads.after(run, call.dtype()), into.after(run, call.dtype()));
         let ending = self.ending(call, run, &heads)?;
-        let kernel = call.kernel(forms!("backward_q"));
-        launch!(self, OP, kernel, [batch * count, run.tokens.len()];
-            &heads, dout, lse, dots, into.q, into.q_row, &ending[..]
-        )?;
-        let kernel = call.kernel(forms!("backward_kv"));
         let items = batch * count / if call.flash() { heads.group } else { 1 };
-        launch!(self, OP, kernel, [items, call.shape.keys];
-            &heads, dout, lse, dots, into.k, into.v, into.kv_row, &ending[..]
-        )
+        let (of_q, of_kv) = ([batch * count, run.tokens.len()], [items, call.shape.keys]);
+        let kernels = [(call.kernel(forms!("backward_q")), of_q), (call.kernel(forms!("backward_kv")), of_kv)];
+        let [(q, read_q), (kv, read_kv)] = self.reading(call, run, (&heads, Some(dout)), kernels)?;
+        launch!(self, OP, q, of_q; &read_q, lse, dots, into.q, into.q_row, &ending[..])?;
+        launch!(self, OP, kv, of_kv; &read_kv, lse, dots, into.k, into.v, into.kv_row, &ending[..])
     }
 
     /// The gradients of keys and values from the queries of a run; those of the queries are written to `q`. What of the

@@ -6,15 +6,10 @@ use meshwork_core::profile::Recorder;
 use meshwork_core::{Buffer, DType};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Product, Reach, Remote, Stream};
-use meshwork_cuda::tuning::Tuning;
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::{Launch, kernel};
 use meshwork_tensor::Device;
-use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedGemm, GroupedGrad};
 use meshwork_tensor::profiled::Profiled;
-use meshwork_tensor::random::key;
-use meshwork_tensor::tape::Terms;
 use std::time::Instant;
 
 const SEEDS: u64 = 64;
@@ -329,72 +324,4 @@ fn a_profile_waits_for_what_it_times_and_a_run_without_one_does_not() {
     }
     let spans = recorder.drain();
     assert_eq!(spans.iter().map(|span| span.name).collect::<Vec<_>>(), ["add"]);
-}
-
-/// Attention runs on tensor cores where fast numerics round to bf16 or tensors have f16, and nowhere else.
-#[test]
-fn tensor_cores_have_the_attention_that_rounds() {
-    let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 0, first_head: 0, global_heads: 2 };
-    let (fast, cpu, f16) = (Products::OfTheLibrary, Products::OfTheCpu, DType::F16);
-    for (products, precision, head_dim, dropout, of, wanted) in [
-        (fast, Precision::Bf16, 16, None, DType::F32, 3),
-        (fast, Precision::Bf16, 128, None, DType::F32, 3),
-        (fast, Precision::Bf16, 256, None, DType::F32, 3),
-        (fast, Precision::Bf16, 12, None, DType::F32, 0),
-        (fast, Precision::Bf16, 16, Some(&dropout), DType::F32, 3),
-        (fast, Precision::F32, 16, None, DType::F32, 0),
-        (cpu, Precision::Bf16, 16, None, DType::F32, 0),
-        (fast, Precision::F32, 16, None, f16, 4),
-        (fast, Precision::F32, 64, Some(&dropout), f16, 4),
-        (cpu, Precision::F32, 16, None, f16, 0),
-    ] {
-        let Some(driver) = emulator(Order::AsQueued) else { return };
-        let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
-        let shape = AttentionShape { batch: 1, seq: 3, heads: 2, head_dim };
-        let masks = AttentionMasks { dropout, ..AttentionMasks::default() };
-        driver.note_launches();
-        let qkv = device.zeros(of, 18 * head_dim).unwrap();
-        let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();
-        device.attention().unwrap().causal_grad(shape, &out, &qkv, &out, &lse, masks).unwrap();
-        device.synchronize().unwrap();
-        let attention = |name: &&str| ["flash_", "attention_"].iter().any(|of| name.starts_with(of));
-        let names: Vec<&str> = driver.launches().into_iter().map(|(_, name)| name).filter(attention).collect();
-        let got = names.iter().filter(|name| name.starts_with("flash_")).count();
-        assert_eq!((names.len(), got), (4, wanted), "{names:?}"); // the dots too, of tensors of f16
-    }
-}
-
-/// One launch has the products of all groups where fast numerics round to bf16, and the features and places are those
-/// of whole chunks; a table may give them to the library.
-#[test]
-fn tensor_cores_have_the_products_of_groups_that_round() {
-    let (fast, cpu) = (Products::OfTheLibrary, Products::OfTheCpu);
-    for (products, precision, n, start, form, on_tensor_cores) in [
-        (fast, Precision::Bf16, 8, 2, "usual", 3),
-        (fast, Precision::Bf16, 8, 2, "columns=128", 3),
-        (fast, Precision::Bf16, 8, 2, "library", 2),
-        (fast, Precision::Bf16, 8, 1, "usual", 2),
-        (fast, Precision::Bf16, 6, 2, "usual", 0),
-        (fast, Precision::F32, 8, 2, "usual", 0),
-        (cpu, Precision::Bf16, 8, 2, "usual", 0),
-    ] {
-        let Some(driver) = emulator(Order::AsQueued) else { return };
-        let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
-        let device = device.with_tuning(Tuning::only("grouped_tensor_backward_w", form).unwrap()).unwrap();
-        let (rows, k) = ([2, 0, 3], 16);
-        let spec = GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE };
-        let [x, w, dy] = [5 * k, 3 * n * k, 5 * n].map(|count| device.zeros(DType::F32, count).unwrap());
-        let mut dw = device.zeros(DType::F32, start + 3 * n * k).unwrap();
-        driver.note_launches();
-        let of = device.grouped_matmul().unwrap();
-        of.grouped_linear(spec, &x, &w).unwrap();
-        of.grouped_input_grad(spec, &dy, &w).unwrap();
-        let blocks = [0..2, 2..2, 2..5].map(|block| vec![block]);
-        let grad = GroupedGrad { buffer: &mut dw, start, accumulate: false };
-        of.grouped_weight_grad(spec, &blocks, &dy, &x, grad).unwrap();
-        device.synchronize().unwrap();
-        let names: Vec<&str> = driver.launches().into_iter().map(|(_, name)| name).collect();
-        let found = names.iter().filter(|name| name.starts_with("grouped_tensor_")).count();
-        assert_eq!(found, on_tensor_cores, "{precision:?}, {n} features, from {start}, {form}: {names:?}");
-    }
 }

@@ -14,6 +14,7 @@ mod ops;
 mod overlap;
 mod processes;
 mod replay;
+mod tensor_cores;
 mod train;
 mod waits;
 

@@ -9,7 +9,8 @@ use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Order};
+use meshwork_cuda::tuning::Tuning;
+use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_optim::{AdamW, Lamb, OptimError, Optimizer, Rule, Sgd, Update};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::*;
@@ -19,6 +20,7 @@ use meshwork_tensor::{Device, Error, MAX_DIMS, Result};
 use meshwork_testkit::Sampled;
 use std::ops::Range;
 use std::slice;
+use std::sync::Arc;
 
 /// Values of about 1 that depend on the name.
 pub fn values(name: &str, count: usize) -> Buffer {
@@ -542,9 +544,45 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
 /// the same elements.
 #[test]
 fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
+    for case in [
+        (16, false, None, None),
+        (16, false, Some(false), None),
+        (16, false, Some(true), None),
+        (16, false, Some(true), Some(70)),
+        (16, false, None, Some(33)),
+        (16, true, Some(true), None),
+        (136, true, None, Some(70)),
+    ]
+    .into_iter()
+    .sampled_in_turn(4, 2)
+    {
+        let Some(driver) = driver(Order::Seeded(31)) else { return };
+        is_near_on_tensor_cores(driver, case, Tuning::default());
+    }
+}
+
+/// The same by the kernels for sm_90a, which a table chooses.
+#[test]
+fn attention_of_the_kernels_for_sm_90a_is_near_that_of_the_cpu() {
+    for case in [(16, false, Some(true), Some(70)), (128, false, None, None)].into_iter().sampled_in_turn(2, 1) {
+        let Some(driver) = driver(Order::Seeded(33)) else { return };
+        let of = &driver.properties().architecture;
+        let row = |kernel| format!("[[{of}]]\nkernel = \"flash_{kernel}\"\nvariant = \"sm_90a\"\n");
+        let all = ["forward_64", "forward_128", "backward_q_64", "backward_q_128", "backward_kv_64", "backward_kv_128"];
+        match Tuning::parse(&all.map(row).concat(), of) {
+            Ok(tuning) => is_near_on_tensor_cores(driver, case, tuning),
+            Err(refused) => return eprintln!("left out: {refused}"),
+        }
+    }
+}
+
+/// The length of heads, whether elements are dropped, whether documents are apart where there are some, and the window.
+type OnTensorCores = (usize, bool, Option<bool>, Option<usize>);
+
+fn is_near_on_tensor_cores(driver: Arc<dyn Driver>, case: OnTensorCores, tuning: Tuning) {
     let runs = [80..150, 3..33, 34..84];
     let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
-    let run = |device: &dyn Device, (head_dim, drops, apart, window): (usize, bool, Option<bool>, Option<usize>)| {
+    let run = |device: &dyn Device, (head_dim, drops, apart, window): OnTensorCores| {
         let dropout = drops.then_some(&dropout);
         let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim };
         let (rows, places, width) = (queries.batch * queries.seq, positions(queries.seq), 4 * head_dim);
@@ -568,27 +606,14 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let results = [out, lse, dq, dkv, fused, fused_lse, dqkv, some, some_lse, some_dq, some_dkv];
         results.iter().map(|result| device.download(result)).collect::<Result<Vec<Buffer>>>()
     };
-    for case in [
-        (16, false, None, None),
-        (16, false, Some(false), None),
-        (16, false, Some(true), None),
-        (16, false, Some(true), Some(70)),
-        (16, false, None, Some(33)),
-        (16, true, Some(true), None),
-        (136, true, None, Some(70)),
-    ]
-    .into_iter()
-    .sampled_in_turn(4, 2)
-    {
-        let Some(driver) = driver(Order::Seeded(31)) else { return };
-        let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
-        let (got, want) = (run(&device, case).unwrap(), run(&Cpu::new(Precision::F32), case).unwrap());
-        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-            let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
-            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-            let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
-            assert!(error > 0.0 && error < 1e-2, "result {i} of {case:?}: {error:e}");
-        }
+    let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
+    let device = device.with_tuning(tuning).unwrap();
+    let (got, want) = (run(&device, case).unwrap(), run(&Cpu::new(Precision::F32), case).unwrap());
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+        let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
+        assert!(error > 0.0 && error < 1e-2, "result {i} of {case:?}: {error:e}");
     }
 }
 
