@@ -26,8 +26,9 @@ use std::sync::{OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// How long a thread looks for work before it sleeps: about as long as a wake-up takes.
-const SPIN: Duration = Duration::from_micros(10);
+/// How long a thread looks for work before it sleeps: about as long as a wake-up takes in a virtual machine, where it
+/// wakes the core too. On two of them steps of `tiny` are 2 to 4% faster than with 10 µs; 200 µs give no more.
+const SPIN: Duration = Duration::from_micros(50);
 
 /// The environment variable for the number of [`threads`] that may compute.
 pub const THREADS_VARIABLE: &str = "MESHWORK_THREADS";
