@@ -40,11 +40,12 @@ const DPO: [&str; 2] = ["training.objective=dpo", "lora.rank=8"];
 const FOLDER: &str = "target/finetune";
 
 /// The settings of a run without data.
-const SUMS: [&str; 7] = [
+const SUMS: [&str; 8] = [
     "model.preset=llama-tiny",
-    "model.vocab_size=256",
+    "model.vocab_size=257", // a byte, or the end of an answer
     "model.seq_len=128",
     "data.path=target/finetune/sums.jsonl",
+    "data.end_of_text=256",
     "checkpoint.dir=target/finetune/checkpoints",
     "checkpoint.best=true",
     "checkpoint.export=target/finetune/model",

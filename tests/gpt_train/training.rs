@@ -1,6 +1,9 @@
 //! The main job: a GPT that learns real text over a mesh.
 
+use crate::example;
 use crate::program::{SMALL, folder, lines, numbers, succeed};
+use std::fs;
+use std::process::Command;
 
 #[test]
 fn a_gpt_learns_latin_over_16_ranks() {
@@ -26,4 +29,20 @@ fn every_optimizer_and_schedule_of_the_rate_learns() {
         let losses = numbers(&run, "step", "loss");
         assert!(losses[29] < losses[0] - 1.0, "{settings}: {losses:?}");
     }
+}
+
+/// Its model had no token that ends an answer, and a generated one went on to the end of the sequence.
+#[test]
+fn the_model_of_the_example_of_fine_tuning_ends_its_answers() {
+    let folder = folder("finetune");
+    let mut finetune = Command::new(example::program("finetune"));
+    let ended = finetune.args(["--steps", "1", "--set", "model.hidden_size=16"]).current_dir(&folder).output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let of = |file: &str| fs::read_to_string(folder.join("target/finetune/model").join(file)).unwrap();
+    let number = |file: &str, key: &str| serde_json::from_str::<serde_json::Value>(&of(file)).unwrap()[key].clone();
+    assert_eq!(
+        (number("generation_config.json", "eos_token_id"), number("config.json", "vocab_size")),
+        (256.into(), 257.into())
+    );
+    assert!(of("tokenizer.json").contains("<|endoftext|>"), "the text of the token");
 }
