@@ -74,7 +74,10 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         let problem = "a GPT-2 with experts has no form in PEFT, by whose names targets are known";
         Fault::new(RANK, lora.rank, problem, "use 0, or model.kind = \"llama\"")
     });
-    let sizes = ["model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.ffn_hidden_size", "model.kind"];
+    // A folder that cannot be read says nothing of the layers: the names of another family would be told.
+    let model = "model.init_from";
+    let sizes =
+        ["model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.ffn_hidden_size", "model.kind", model];
     if of_gpt2 || !settings.sound(&sizes) || !settings.sound(&[RANK, TARGETS]) {
         return;
     }

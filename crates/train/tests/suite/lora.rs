@@ -290,6 +290,9 @@ fn what_a_model_has_no_adapter_for_is_refused_with_what_is_valid() {
         let refused = parse(&line("llama_scaled", &format!("--set lora.rank=2 {more}"))).unwrap_err();
         assert!(refused.contains(told), "{more}: {refused}");
     }
+    // Of a base that is not there, the names of a GPT-2's layers were told.
+    let refused = parse("--set model.init_from=absent --set lora.rank=2 --set lora.targets=q_proj").unwrap_err();
+    assert!(refused.contains("there is no such folder") && !refused.contains("lora.targets"), "{refused}");
     let adapter = fixture("lora", "llama_scaled");
     for (line, told) in [
         (format!("--set lora.init_from={}", adapter.display()), "there is no model that the adapter belongs to"),
