@@ -37,7 +37,7 @@ SM_REGISTERS = 65536
 STRAIGHT = {
     "add_16": 8, "bias_16": 8, "bias_residual_16": 8, "gelu_forward_16": 8, "gelu_backward_16": 8, "swiglu_forward_16": 8,
     "swiglu_backward_16": 8, "f32_to_operand": 8, "f32_to_bf16": 8, "f32_to_f16": 8, "f16_to_f32": 8, "bf16_to_f32": 8,
-    "gelu_forward_f32": 4, "swiglu_forward_f32": 4,
+    "f32_to_tf32": 4, "gelu_forward_f32": 4, "swiglu_forward_f32": 4,
 }
 # Kernels with loops: for each loop an instruction that it has, and the elements of an iteration.
 LOOPS = {

@@ -133,11 +133,11 @@ struct RowDropout {
     }
 };
 
-// The value that a product reads: x, or x rounded to bf16.
-DEVICE float as_read(float x, int rounded) { return rounded ? from_bf16(to_operand(x)) : x; }
+// The value that a product reads: x, or x rounded to bf16 (1) or to TF32 (2).
+DEVICE float as_read(float x, int rounded) { return rounded == 0 ? x : rounded == 1 ? from_bf16(to_operand(x)) : to_tf32(x); }
 
 // Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile that begins at `to` and whose rows
-// are `stride` apart; zeros beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The
+// are `stride` apart; zeros beyond the last row. `from` is the head's first row; `rounded`: as for as_read. The
 // caller places barriers before and after.
 template <int ROWS, class Tile>
 DEVICE void load_rows(Tile& tile, int to, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {

@@ -22,7 +22,7 @@
 // Bits      as on the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). The
 //           CPU subtracts the maximum of the whole row, which an online softmax does not know, so the scores are
 //           computed twice, first for the maximum. S is one chain over the features; the total is summed and O is
-//           chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V and P∘M are rounded
+//           chained over the keys in blocks of 256. In the precisions bf16 and TF32 (`rounded`) Q, K, V and P∘M are rounded
 //           before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126
 //           are zero there and not here. Tensor cores are not used.
 #include "attention.cuh"

@@ -1,11 +1,11 @@
-// Casts between numbers of 32 and 16 bits, and copies between tensors and a bucket of many tensors.
+// Casts between numbers of 32 and 16 bits, rounding to TF32, and copies between tensors and a bucket of many tensors.
 //
-//   to = round(from), to nearest, ties to even
+//   to = round(from), to nearest, ties to even; to TF32 away from zero
 //
 // Shapes    from, to [count]. A bucket holds tensor t at starts[t] .. starts[t + 1]; tensors [tensors] are their
 //           addresses.
-// Geometry  one thread per eight elements, for buckets four, by 16 bytes (neighbours.cuh).
-// Bytes     6 per element; for buckets 4 read and 4 written.
+// Geometry  one thread per eight elements, for buckets and TF32 four, by 16 bytes (neighbours.cuh).
+// Bytes     6 per element; for buckets and TF32 4 read and 4 written.
 // Bits      exact where nothing is rounded. f32 to bf16: as the communicator rounds (bf16::from_f32 of crate half); to
 //           operands of products, where subnormals become zeros: crates/cpu/src/kernels/round.rs. f32 to f16: half's
 //           f16::from_f32.
@@ -21,6 +21,10 @@ KERNEL f32_to_bf16(const float* from, u16* to, i64 count) {
 
 KERNEL f32_to_operand(const float* from, u16* to, i64 count) {
     map_vectors<EIGHT>(from, Bf16Type()(to), count, Same());
+}
+
+KERNEL f32_to_tf32(const float* from, float* to, i64 count) {
+    map_vectors<FOUR>(from, to, count, [](float x) { return to_tf32(x); });
 }
 
 KERNEL bf16_to_f32(const u16* from, float* to, i64 count) {

@@ -47,6 +47,14 @@ DEVICE u16 to_bf16(float x) { return x == x ? static_cast<u16>(pack(x, 0.0f)) : 
 // crates/cpu/src/kernels/round.rs.
 DEVICE u16 to_operand(float x) { return x == x ? static_cast<u16>(pack(flushed(x), 0.0f)) : nan_bf16(x); }
 
+// The nearest number of TF32, which keeps the upper 10 bits of the fraction, as f32; ties away from zero:
+// crates/tensor/src/kernel/precision.rs.
+DEVICE float to_tf32(float x) {
+    u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu;
+    u32 half = size < 0x7f800000u ? 0x1000u : 0u, quiet = size > 0x7f800000u ? 0x400000u : 0u;
+    return __uint_as_float(((bits + half) & 0xffffe000u) | quiet);
+}
+
 DEVICE float from_bf16(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
 
 DEVICE u16 to_f16(float x) { return x == x ? static_cast<u16>(pack_f16(x, 0.0f)) : nan_f16(x); }

@@ -299,6 +299,7 @@ kernels! {
         Value I64 count, Divisor I64 n) in product, ELEMENTS;
     f32_to_bf16(In F32 from, Out Bits16 to, Value I64 count) in casts, EIGHT;
     f32_to_operand(In F32 from, Out Bits16 to, Value I64 count) in casts, EIGHT;
+    f32_to_tf32(In F32 from, Out F32 to, Value I64 count) in casts, FOURS_OF_F32;
     bf16_to_f32(In Bits16 from, Out F32 to, Value I64 count) in casts, EIGHT;
     f32_to_f16(In F32 from, Out Bits16 to, Value I64 count) in casts, EIGHT;
     f16_to_f32(In Bits16 from, Out F32 to, Value I64 count) in casts, EIGHT;

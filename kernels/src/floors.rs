@@ -115,7 +115,7 @@ floors! {
     swiglu_forward_f32 swiglu_forward_bf16 swiglu_forward_16, "32768 × 8192"; x 8 * X, out 4 * X; 0, 0;
     swiglu_backward swiglu_backward_16, "32768 × 8192"; dy 4 * X, x 16 * X; 0, 0;
     dropout dropout_16 jitter, "32768 × 2048"; x X, sizes 12, y X; 0, 0;
-    f32_to_bf16 f32_to_operand bf16_to_f32 f32_to_f16 f16_to_f32, "32768 × 2048"; from X, to X; 0, 0;
+    f32_to_bf16 f32_to_operand f32_to_tf32 bf16_to_f32 f32_to_f16 f16_to_f32, "32768 × 2048"; from X, to X; 0, 0;
     copy_rows_8 copy_rows_16 copy_rows_32, "32768 × 2048"; from X, to X; 0, 0;
     bucket_gather, "2²⁸"; tensors FLAT, starts 256, bucket FLAT; 0, 0;
     bucket_scatter, "2²⁸"; bucket FLAT, starts 256, tensors FLAT; 0, 0;

@@ -2,13 +2,13 @@ use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float, for_stored};
 use attention::{Angles, Groups, Masks, Misplaced, Packing, Saved, Tiled};
 use kernels::Float;
-use meshwork_core::{Buffer, Element, bf16};
+use meshwork_core::{Buffer, Element};
 use meshwork_tensor::device::{Device, Work};
 use meshwork_tensor::kernel::{
     Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Pointwise, Reach, Rotary, TableGrad,
     TurnedHeads,
 };
-use meshwork_tensor::{Error, Precision, Result};
+use meshwork_tensor::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: GroupedShape) -> attention::Dims {
@@ -268,9 +268,7 @@ impl Attention for Cpu {
             let Some(bias) = with.bias.map(|bias| bias.as_slice::<T>()).transpose()? else { return Ok(()) };
             let into = (blocks, accumulate, &mut buffer.as_mut_slice::<T>()?[start..start + rows * width]);
             let masks = masks(with, shape, &known);
-            let to_bf16: fn(T) -> T = |x| T::from(bf16::from_f64(x.to_f64()).to_f32());
-            let round = if self.precision == Precision::Bf16 { to_bf16 } else { |x| x };
-            attention::pair_bias_grad(T::tiles(self.precision), dims(shape), groups(shape), saved, dout.as_slice()?, masks, bias, into, round);
+            attention::pair_bias_grad(self.precision, dims(shape), groups(shape), saved, dout.as_slice()?, masks, bias, into);
             Ok(())
         })
     }

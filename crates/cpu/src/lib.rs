@@ -108,8 +108,8 @@ impl Device for Cpu {
         &self.meter
     }
 
-    fn operand_dtype(&self, dtype: DType) -> DType {
-        self.precision.operand_dtype(dtype)
+    fn precision(&self) -> Precision {
+        self.precision
     }
 
     fn kernels(&self) -> Kernels<'_> {

@@ -25,7 +25,6 @@ pub use compare::SIDES;
 pub use comparison::Comparison;
 use fault::Break;
 use meshwork_core::World;
-use meshwork_tensor::Precision;
 use program::Program;
 use world::{Before, Comparing};
 
@@ -64,15 +63,8 @@ fn compare_pair(
     (fault, before): (Option<&Break>, &Before<'_>),
 ) -> Result<Option<Report>, Error> {
     let canonical = sides.iter().all(|side| side.plan.blocks().is_some());
-    let half = sides.iter().any(|side| side.plan.precision == Precision::Bf16 || side.plan.mixed.is_some());
-    let rounding = if half { ROUNDING_HALF } else { ROUNDING };
+    // A difference beyond this share of a value's largest element does not count as rounding.
+    let rounding = sides.iter().map(|side| side.plan.rounding()).fold(0.0, f64::max);
     let report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
     Comparing { sides, pair, steps, fault, before }.run(world, &report)
 }
-
-/// A difference beyond this share of a value's largest element does not count as rounding. It is a hundred times the
-/// difference between meshes.
-const ROUNDING: f64 = 1e-3;
-
-/// The same with products in bf16, whose operands are rounded to 8 bits, and with values stored in 16 bits.
-const ROUNDING_HALF: f64 = 5e-2;

@@ -40,8 +40,8 @@ pub struct Decoder {
     caches: Vec<KeyValueCache>,
     capacity: usize,
     past: usize,
-    /// Whether values are stored, or multiplied, in 16 bits.
-    in_half: bool,
+    /// [`Plan::rounding`].
+    rounding: f64,
     /// Whether the first tokens have still to show that the model [can be split](split) into passes.
     unproven: bool,
 }
@@ -123,7 +123,7 @@ impl Decoder {
             segments,
             capacity,
             past: 0,
-            in_half: plan.mixed.is_some() || plan.precision.operand_dtype(DType::F32).is_half(),
+            rounding: plan.rounding(),
             unproven: plan.verify != Verify::Off,
         })
     }

@@ -28,8 +28,9 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if let Some(mixed) = plan.mixed {
         require_mixed_fit(mixed, plan)?;
     }
-    if device.operand_dtype(DType::F32) != plan.precision.operand_dtype(DType::F32) {
-        return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned() });
+    let precision = device.precision();
+    if precision != plan.precision {
+        return Err(PlanError::Precision { plan: plan.precision, device: device.name().to_owned(), precision });
     }
     Ok(())
 }

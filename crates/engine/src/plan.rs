@@ -351,6 +351,18 @@ impl Plan {
         Cuts { stage: self.zero.stage, canonical: self.blocks().is_some() }
     }
 
+    /// A difference between two orders of the same sums, relative to the size of what they sum, that counts as
+    /// rounding: a hundred times what is seen. An operand between two numbers of its type goes to one or the other for
+    /// an error in the last bit of f32.
+    pub fn rounding(&self) -> f64 {
+        match self.precision {
+            Precision::Bf16 => 5e-2,
+            _ if self.mixed.is_some() => 5e-2,
+            Precision::Tf32 => 5e-2 / 8.0, // three bits more than bf16
+            Precision::F32 => 1e-3,
+        }
+    }
+
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
     pub fn blocks(&self) -> Option<usize> {
         match self.numerics {

@@ -38,9 +38,9 @@ pub enum PlanError {
     MixedPrecision { dtype: DType, problem: String },
     /// A device that computes in a different type than the plan.
     #[error(
-        "the plan computes products in {plan:?}, and the device {device} in another type: open it with that precision"
+        "the plan computes products in {plan:?}, and the device {device} in {precision:?}: open it with the plan's precision"
     )]
-    Precision { plan: Precision, device: String },
+    Precision { plan: Precision, device: String, precision: Precision },
     /// A communicator that does not promise the order of its sums.
     #[error(
         "canonical numerics need sums in one fixed order, and the communicator of this rank promises none: use numerics \

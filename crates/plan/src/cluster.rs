@@ -46,6 +46,8 @@ pub struct Card {
     pub bandwidth: f64,
     /// Operations a second on 16 bits.
     pub bf16: f64,
+    /// Operations a second on f32 rounded to TF32.
+    pub tf32: f64,
     /// Operations a second on f32.
     pub f32: f64,
     /// Multiprocessors, on which the tiles of a product are computed side by side.
@@ -96,6 +98,7 @@ struct CardPart {
     memory: Option<f64>,
     bandwidth: Option<f64>,
     bf16: Option<f64>,
+    tf32: Option<f64>,
     f32: Option<f64>,
     units: Option<f64>,
     #[serde(default)]
@@ -207,6 +210,8 @@ impl Cluster {
                 memory: number("memory", card.memory, of(|card| card.memory))?,
                 bandwidth: number("bandwidth", card.bandwidth, of(|card| card.bandwidth))?,
                 bf16: number("bf16", card.bf16, of(|card| card.bf16))?,
+                // No faster than f32 where nobody says so.
+                tf32: number("tf32", card.tf32, of(|card| card.tf32).or(card.f32))?,
                 f32: number("f32", card.f32, of(|card| card.f32))?,
                 units: number("units", card.units, of(|card| card.units))?,
                 products: card.products,
@@ -267,8 +272,8 @@ impl Cluster {
         );
         text.extend(self.price.map(|price| format!("price = {price}\n")));
         text += &format!(
-            "\n[card]\nname = {:?}\nmemory = {:.4e}\nbandwidth = {:.3e}\nbf16 = {:.3e}\nf32 = {:.3e}\nunits = {}\n",
-            card.name, card.memory, card.bandwidth, card.bf16, card.f32, card.units
+            "\n[card]\nname = {:?}\nmemory = {:.4e}\nbandwidth = {:.3e}\nbf16 = {:.3e}\ntf32 = {:.3e}\nf32 = {:.3e}\nunits = {}\n",
+            card.name, card.memory, card.bandwidth, card.bf16, card.tf32, card.f32, card.units
         );
         if !rates.is_empty() {
             text += &format!("products = [\n    {},\n]\n", rates.join(",\n    "));

@@ -224,7 +224,7 @@ pub fn measure(
         name: "this machine".into(),
         hosts: 1,
         cards_per_host: cores,
-        card: Card { name: "core".into(), memory, bandwidth, bf16: peak, f32: peak, units: 1.0, products },
+        card: Card { name: "core".into(), memory, bandwidth, bf16: peak, tf32: peak, f32: peak, units: 1.0, products },
         inside: link,
         between: 0.0,
         host: bandwidth,

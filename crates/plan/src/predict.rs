@@ -12,7 +12,7 @@ use crate::error::PlanError;
 use crate::system::{Constants, Memory, System};
 use meshwork_core::Axis;
 use meshwork_pipeline::{Costs, Schedule, Shape, Timeline, by_name, simulate};
-use meshwork_train::config::{Config, Dtype, OffloadWord, RecomputeWord, Recomputed};
+use meshwork_train::config::{Config, Dtype, MatmulDtype, OffloadWord, RecomputeWord, Recomputed};
 use meshwork_train::plan;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -237,7 +237,7 @@ impl Rates<'_> {
         step.add(&after);
         let memory = memory.unwrap_or_else(|| self.memory(passed.held));
         let world = config.parallelism.world_size().unwrap_or(1) as f64;
-        let peak = if self.half() { cluster.card.bf16 } else { cluster.card.f32 };
+        let peak = self.peak();
         // Of cores that ranks share, all compute.
         let cards = cluster.cores.map_or(world, |cores| (cores.count * cluster.hosts) as f64);
         let tokens = (config.training.global_batch_size * config.model.seq_len) as f64;
@@ -290,6 +290,17 @@ impl Rates<'_> {
         self.job.config.training.dtype != Dtype::F32
     }
 
+    /// Operations a second of products, if nothing is lost.
+    fn peak(&self) -> f64 {
+        let (card, training) = (&self.cluster.card, &self.job.config.training);
+        match training.matmul_dtype {
+            _ if self.half() => card.bf16,
+            MatmulDtype::Bf16 => card.bf16,
+            MatmulDtype::Tf32 => card.tf32,
+            MatmulDtype::F32 => card.f32,
+        }
+    }
+
     /// Bytes of an element of weights and activations.
     fn element(&self) -> f64 {
         if self.half() { 2.0 } else { 4.0 }
@@ -306,7 +317,7 @@ impl Rates<'_> {
     fn pass(&self, work: &Work, head: bool) -> Time {
         let (of, card) = (self.constants, &self.cluster.card);
         let odd = head && self.odd();
-        let peak = if self.half() { card.bf16 } else { card.f32 };
+        let peak = self.peak();
         let mut busy = 0.0;
         for &([m, n, k], times) in &work.products {
             let aligned = !odd && [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));

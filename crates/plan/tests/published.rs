@@ -123,6 +123,35 @@ fn more_of_anything_is_never_slower() {
     }
 }
 
+/// Products of f32 take the time of their operands' type: each peak makes steps faster where products have it, and
+/// nowhere else.
+#[test]
+fn each_precision_of_products_has_its_peak() {
+    type Peak = fn(&mut Cluster) -> &mut f64;
+    let peaks: [(&str, Peak); 3] = [
+        ("f32", |cluster| &mut cluster.card.f32),
+        ("tf32", |cluster| &mut cluster.card.tf32),
+        ("bf16", |cluster| &mut cluster.card.bf16),
+    ];
+    let plain = Cluster { hosts: 2, ..Cluster::known("dgx-a100").unwrap() };
+    assert_eq!(plain.card.tf32, 156e12);
+    let mut steps = Vec::new();
+    for (dtype, _) in peaks {
+        let mut keys = eight_billion(2, 1);
+        keys.retain(|(key, _)| *key != "training.dtype");
+        keys.push(("training.matmul_dtype", dtype.into()));
+        let job = job(&keys);
+        let before = predict(&job, "meshwork", &plain).seconds;
+        for (name, peak) in peaks {
+            let mut more = plain.clone();
+            *peak(&mut more) *= 2.0;
+            assert_eq!(predict(&job, "meshwork", &more).seconds < before, name == dtype, "{name} for {dtype}");
+        }
+        steps.push(before);
+    }
+    assert!(steps[0] > steps[1] && steps[1] > steps[2], "{steps:?}");
+}
+
 /// A system that does not pad its vocabulary computes the logits of 50,257 tokens slower than those of 50,304; one that
 /// pads it takes the same time for both.
 #[test]

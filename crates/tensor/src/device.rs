@@ -171,11 +171,16 @@ pub trait Device: Send + Sync + Debug {
         None
     }
 
+    /// The precision in which it computes products and attention of f32.
+    fn precision(&self) -> Precision {
+        Precision::F32
+    }
+
     /// The type in which a matmul operand is stored: a value of type `dtype` that only matrix products read. It differs
     /// from `dtype` if products round the value anyway, so that their results are the same. Its gradient is of type
     /// `dtype`.
     fn operand_dtype(&self, dtype: DType) -> DType {
-        dtype
+        self.precision().operand_dtype(dtype)
     }
 
     /// The kernels that this device has. By default it has none; one that has all gives [`Kernels::all`].

@@ -113,8 +113,8 @@ impl Device for Meta {
         &self.meter
     }
 
-    fn operand_dtype(&self, dtype: DType) -> DType {
-        self.precision.operand_dtype(dtype)
+    fn precision(&self) -> Precision {
+        self.precision
     }
 
     fn kernels(&self) -> Kernels<'_> {

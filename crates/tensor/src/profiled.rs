@@ -8,7 +8,7 @@
 
 use crate::device::{Device, Download, Kernels, Meter, Upload};
 use crate::error::Result;
-use crate::kernel::{Outcome, Traffic};
+use crate::kernel::{Outcome, Precision, Traffic};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
 use meshwork_core::profile::{Class, Recorder, Span};
@@ -52,6 +52,10 @@ impl Profiled {
 impl Device for Profiled {
     fn name(&self) -> &str {
         self.inner.name()
+    }
+
+    fn precision(&self) -> Precision {
+        self.inner.precision()
     }
 
     fn operand_dtype(&self, dtype: DType) -> DType {

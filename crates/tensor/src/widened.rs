@@ -18,7 +18,7 @@
 
 use crate::device::{Device, Download, Kernels, Meter, Upload};
 use crate::error::Result;
-use crate::kernel::{Gemm, GroupedGrad, Matmul, Outcome, TableGrad};
+use crate::kernel::{Gemm, GroupedGrad, Matmul, Outcome, Precision, TableGrad};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
@@ -232,6 +232,10 @@ impl Device for Widened {
 
     fn launches(&self) -> Option<Launches> {
         self.inner.launches()
+    }
+
+    fn precision(&self) -> Precision {
+        self.inner.precision()
     }
 
     // Values stored in f32 here need f32, and operands of 16 bits keep their type.

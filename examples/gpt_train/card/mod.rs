@@ -55,7 +55,6 @@ pub struct StepTime {
 /// The calls of a step, of a rank of each stage; a card's rates make times of them.
 struct Recorded {
     plan: Plan,
-    tensor_cores: bool,
     /// Features of a head of attention.
     head: usize,
     graphs: bool,
@@ -81,15 +80,13 @@ impl Recorded {
                 .map(|step| step.offloaded.read.max(step.offloaded.written)),
         };
         let offloaded = ranks.iter().map(moved).collect::<Result<_, _>>()?;
-        let tensor_cores = plan.precision.operand_dtype(meshwork::core::DType::F32).is_half();
         let head = config.decoder().head_features();
-        Ok(Self { plan, tensor_cores, head, graphs: config.cuda.graphs, ranks, offloaded })
+        Ok(Self { plan, head, graphs: config.cuda.graphs, ranks, offloaded })
     }
 
     fn on(&self, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
-        let (tensor_cores, half, graphs) =
-            (self.tensor_cores, self.plan.mixed.map(|mixed| mixed.dtype.dtype()), self.graphs);
-        let rates = Rates { card, shares, tensor_cores, head: self.head, half, graphs };
+        let (precision, half) = (self.plan.precision, self.plan.mixed.map(|mixed| mixed.dtype.dtype()));
+        let rates = Rates { card, shares, precision, head: self.head, half, graphs: self.graphs };
         let walks: Vec<Walk> = self.ranks.iter().map(|(_, spans)| rates.walk(spans)).collect();
         let mut ends = match walks.len() {
             1 => vec![walks[0].seconds],
@@ -170,7 +167,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     let recorded = Recorded::of(config)?;
     let (least, reached) = (recorded.on(card, Shares::PEAKS)?, recorded.on(card, Shares::REACHED)?);
     let world = recorded.plan.mesh.world_size();
-    let peak = if recorded.tensor_cores { card.bf16 } else { card.f32 };
+    let peak = card.peak(recorded.plan.precision);
     let tokens = (config.training.global_batch_size * config.model.seq_len) as f64;
     let used = |step: &StepTime, flops: f64| flops / (step.seconds * peak * world as f64);
     let flops = model_flops(config)?;
@@ -180,7 +177,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         world,
         card.title,
         peak / 1e12,
-        if recorded.tensor_cores { "bf16" } else { "f32" },
+        config.training.matmul_dtype,
         card.bandwidth / 1e12,
         time(reached.seconds),
         time(least.seconds),

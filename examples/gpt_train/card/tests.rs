@@ -1,6 +1,7 @@
 use super::*;
 use meshwork::core::DType;
 use meshwork::core::profile::Meeting;
+use meshwork::tensor::Precision;
 use meshwork::train::config::Args;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
 }
 
 fn rates(shares: Shares) -> Rates<'static> {
-    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, head: 64, half: None, graphs: false }
+    Rates { card: card("h100").unwrap(), shares, precision: Precision::F32, head: 64, half: None, graphs: false }
 }
 
 /// A step of the configuration on a card.
@@ -25,8 +26,9 @@ fn one_product_takes_what_is_calculated_by_hand() {
     let near = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-3, "{got} {want}");
     near(rates(Shares::PEAKS).operation(&product), 16.435e-3); // 1.0995e12 / 66.9e12
     near(rates(Shares::REACHED).operation(&product), 23.482e-3); // / 0.7, and 3 µs
-    let halves = Rates { tensor_cores: true, ..rates(Shares::PEAKS) };
-    near(halves.operation(&product), 1.1113e-3); // 1.0995e12 / 989.4e12
+    let of = |precision| Rates { precision, ..rates(Shares::PEAKS) }.operation(&product);
+    near(of(Precision::Bf16), 1.1113e-3); // 1.0995e12 / 989.4e12
+    near(of(Precision::Tf32), 2.2226e-3); // half as fast
     // A copy of as many bytes is bound by memory: 805.3e6 / 3.35e12.
     near(rates(Shares::PEAKS).operation(&span(Class::Memory, "copy", 0, bytes)), 240.4e-6);
 }
@@ -36,7 +38,8 @@ fn one_product_takes_what_is_calculated_by_hand() {
 #[test]
 fn attention_is_bound_by_the_instructions_of_its_kernels() {
     let near = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-3, "{got} {want}");
-    let reached = |name, head| Rates { card: card(name).unwrap(), tensor_cores: true, head, ..rates(Shares::REACHED) };
+    let reached =
+        |name, head| Rates { card: card(name).unwrap(), precision: Precision::Bf16, head, ..rates(Shares::REACHED) };
     let takes = |name, head, call| reached(name, head).operation(&span(Class::Attention, call, 1 << 40, 0)) - 3e-6;
     near(takes("h100", 64, "causal"), 2.3347e-3); // 2^40 / (989.4e12 * 0.68 * 0.7)
     near(takes("h100", 128, "causal_grad"), 4.1778e-3); // 0.38
@@ -47,6 +50,7 @@ fn attention_is_bound_by_the_instructions_of_its_kernels() {
     let of = |half| Rates { half: Some(half), ..rates(Shares::PEAKS) }.operation(&attention);
     near(of(DType::F16), 1.1113e-3); // on tensor cores: 2^40 / 989.4e12
     near(of(DType::Bf16), 16.435e-3);
+    near(Rates { precision: Precision::Tf32, ..rates(Shares::PEAKS) }.operation(&attention), 16.435e-3);
 
     let config = config("num_heads = 2");
     let calls = calls(&config, &config.plan().unwrap(), 0).unwrap();
@@ -140,6 +144,26 @@ fn sixteen_bits_are_faster() {
         let of = |step: &StepTime| step.classes[&class].seconds;
         assert!(of(&half) < of(&wide), "{class:?}");
     }
+}
+
+/// The same bytes as f32, and products on tensor cores: only these are faster.
+#[test]
+fn tf32_makes_products_faster() {
+    let [wide, tf32, half] = ["f32", "tf32", "bf16"].map(|dtype| {
+        let config = config(&format!("[training]\nmatmul_dtype = '{dtype}'"));
+        predict(&config, card("h100").unwrap(), Shares::PEAKS).unwrap()
+    });
+    let of = |step: &StepTime, class| step.classes[&class].seconds;
+    let products = [&wide, &tf32, &half].map(|step| of(step, Class::Product));
+    assert!(products[0] > products[1] && products[1] > products[2], "{products:?}");
+    for class in [Class::Attention, Class::Norm, Class::Optimizer] {
+        assert_eq!(of(&tf32, class), of(&wide, class), "{class:?}");
+    }
+    let report = report(
+        &Config::from_args(&Args::parse(["--device", "cuda:a100", "--set", "training.matmul_dtype=tf32"])).unwrap(),
+    )
+    .unwrap();
+    assert!(report.contains("at most 156 TFLOP/s of tf32 and 2.04 TB/s each"), "{report}");
 }
 
 /// Graphs take from each launch what they save of it, and nothing else.

@@ -9,6 +9,7 @@ use super::shares::Shares;
 use meshwork::core::DType;
 use meshwork::core::profile::{Class, Detail, Meeting, Span};
 use meshwork::pipeline::{Action, ActionKind, Interval};
+use meshwork::tensor::Precision;
 use meshwork::train::config::Card;
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,8 +18,8 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Rates<'a> {
     pub(super) card: &'a Card,
     pub(super) shares: Shares,
-    /// Whether products and attention compute on tensor cores in 16 bits. Attention of f16 always does.
-    pub(super) tensor_cores: bool,
+    /// The precision of products and attention. Attention of f16 is always on tensor cores; that of TF32 never.
+    pub(super) precision: Precision,
     /// Features of a head of attention.
     pub(super) head: usize,
     /// The type of tensors that are stored in 16 bits.
@@ -67,14 +68,15 @@ impl Rates<'_> {
             && span.dtype == Some(DType::F32)
             && !matches!(span.class, Class::Optimizer | Class::Memory | Class::Compression);
         let bytes = if halved { 0.5 } else { 1.0 } * span.bytes as f64;
-        let of_f16 = span.class == Class::Attention && self.half == Some(DType::F16);
-        let tensor_cores = self.tensor_cores || of_f16;
-        let peak = if tensor_cores { self.card.bf16 } else { self.card.f32 };
-        let share = match span.class {
-            Class::Attention => attention.share(self.card, tensor_cores, self.head, span.name.ends_with("_grad")),
-            _ => products,
+        let in_half = self.precision == Precision::Bf16 || self.half == Some(DType::F16);
+        let rate = match span.class {
+            Class::Attention => {
+                let peak = self.card.peak(if in_half { Precision::Bf16 } else { Precision::F32 });
+                peak * attention.share(self.card, in_half, self.head, span.name.ends_with("_grad"))
+            }
+            _ => self.card.peak(self.precision) * products,
         };
-        let computing = span.flops as f64 / (peak * share);
+        let computing = span.flops as f64 / rate;
         computing.max(bytes / (self.card.bandwidth * memory)) + launch[usize::from(self.graphs)]
     }
 

@@ -95,6 +95,11 @@ fn attention_of_rounded_operands_is_that_of_the_cpu() {
     is_that_of_the_cpu(Precision::Bf16, 3);
 }
 
+#[test]
+fn attention_of_operands_of_tf32_is_that_of_the_cpu() {
+    is_that_of_the_cpu(Precision::Tf32, 4);
+}
+
 /// In a sweep all cases, else every `nth`.
 #[track_caller]
 fn is_that_of_the_cpu(precision: Precision, nth: usize) {
@@ -272,15 +277,17 @@ fn is_that_of_the_cpu(precision: Precision, nth: usize) {
         }
         let (q, kv) = (&q_turned, &kv_turned);
         let (scale, [key0, key1]) = ((1.0 / (head_dim as f64).sqrt()) as f32, mask.key.words());
-        let rounded = i32::from(precision == Precision::Bf16);
+        let rounded = match precision {
+            Precision::F32 => 0,
+            Precision::Bf16 => 1,
+            Precision::Tf32 => 2,
+        };
         let [cap_by, cap_back] = shown.cap.map_or([0.0; 2], |cap| [scale / cap as f32, cap as f32 / scale]);
         let (ahead, of_lengths): (_, Vec<i32>) = (shown.ahead, lengths.iter().map(|&length| length as i32).collect());
         let saved = Saved { q: &q_turned, kv: &kv_turned, out: &want_out, lse: &want_lse };
         let mut want_dbias = vec![0.5; bias.len()];
-        let round: fn(f32) -> f32 = if precision == Precision::Bf16 { |x| bf16::from_f32(x).to_f32() } else { |x| x };
-        let (tiles, into) = (f32::tiles(precision), (batch, true, &mut want_dbias[..]));
         if shown.bias {
-            pair_bias_grad(tiles, dims, groups, saved, &dout, masks, &bias, into, round);
+            pair_bias_grad(precision, dims, groups, saved, &dout, masks, &bias, (batch, true, &mut want_dbias));
         }
         let slopes = || if shown.slopes { Given::from(&slopes) } else { Null.into() };
         let bias = || if shown.bias { Given::from(&bias) } else { Null.into() };

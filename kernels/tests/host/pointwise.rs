@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_cpu::kernels::{gelu, pointwise, swiglu};
 use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, Source, THREADS, Type};
+use meshwork_tensor::kernel::tf32;
 
 /// Ordinary values and the ends of the range, NaN last.
 fn awkward(name: &str, count: usize) -> Vec<f32> {
@@ -128,6 +129,13 @@ fn casts_are_those_of_half() {
     }
     launch!("f32_to_f16", [count, 0], &from, &mut f, count);
     launch!("f32_to_operand", [count, 0], &from, &mut operand, count);
+    from.extend(from.clone().iter().flat_map(|x: &f32| near(f32::from_bits(x.to_bits() | 0x1000))));
+    let mut of_tf32 = vec![0.0_f32; from.len()];
+    launch!("f32_to_tf32", [from.len(), 0], &from, &mut of_tf32, from.len());
+    for (x, got) in from.iter().zip(&of_tf32) {
+        assert_eq!(got.to_bits(), tf32(*x).to_bits(), "TF32 of {x:e}");
+    }
+    from.truncate(count);
     let mut want_operand = vec![bf16::ZERO; count];
     round(&from, &mut want_operand);
     for (i, &x) in from.iter().enumerate() {

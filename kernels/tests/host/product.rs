@@ -55,6 +55,13 @@ fn products_are_those_of_the_cpu() {
             return;
         }
         assert_bits(&format!("{spec:?}"), &c, &want(Precision::F32));
+        let [of_a, of_b] = [&a, &b].map(|x| in_tf32(x));
+        let mut c = old.clone();
+        #[rustfmt::skip]
+        launch!(
+            "product_f32", sizes, &of_a, a_row, a_term, &of_b, b_term, b_column, &mut c, add, k, segments, blocks, m * n, n
+        );
+        assert_bits(&format!("{spec:?} of TF32"), &c, &want(Precision::Tf32));
         let [a, b] = [&a, &b].map(|x| rounded(x));
         let mut c = old.clone();
         #[rustfmt::skip]
@@ -63,6 +70,13 @@ fn products_are_those_of_the_cpu() {
         );
         assert_bits(&format!("{spec:?} of bf16"), &c, &want(Precision::Bf16));
     }
+}
+
+/// By the kernel that rounds operands.
+fn in_tf32(x: &Vec<f32>) -> Vec<f32> {
+    let mut rounded = vec![f32::NAN; x.len()];
+    launch!("f32_to_tf32", [x.len(), 0], x, &mut rounded, x.len());
+    rounded
 }
 
 #[test]
@@ -102,6 +116,13 @@ fn sums_of_two_products_are_those_of_the_cpu() {
             want.as_slice::<f32>().unwrap().to_vec()
         };
         assert_bits(&format!("{first:?} and {second:?}"), &c, &want(Precision::F32));
+        let [[x, y], [x2, y2]] = [[&a, &b], [&a2, &b2]].map(|two| two.map(in_tf32));
+        #[rustfmt::skip]
+        launch!(
+            "product_sum_f32", [count, 0], &x, row, term, &y, b_term, column, first.k, segments, &x2, row2, term2, &y2, b_term2, column2,
+            second.k, segments2, blocks, &mut c, count, n
+        );
+        assert_bits(&format!("{first:?} and {second:?} of TF32"), &c, &want(Precision::Tf32));
         let [[a, b], [a2, b2]] = [[a, b], [a2, b2]].map(|two| two.map(|x| rounded(&x)));
         #[rustfmt::skip]
         launch!(

@@ -36,7 +36,8 @@
 //! In [`Precision::Bf16`](meshwork_tensor::Precision::Bf16) both operands of each of these products are rounded to
 //! `bf16`: `Q`, `K`, `V` and `dO`, but also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and
 //! `dK`. Sums stay `f32`, and so does everything between the products: softmax with its totals and `lse`, `D`, dropout,
-//! and the rotation before them. `f64` stays `f64`.
+//! and the rotation before them. `f64` stays `f64`. [`Precision::Tf32`](meshwork_tensor::Precision::Tf32) rounds the
+//! same operands to TF32.
 //!
 //! Heads may be stored in 16 bits ([`StoredAs`]): the rows of a group are copied to f32 before the computation, and
 //! rounded once afterwards, bitwise identical to copies of the whole tensors.

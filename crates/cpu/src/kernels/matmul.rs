@@ -23,6 +23,7 @@ use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
 use meshwork_core::Block;
 use meshwork_tensor::Precision;
+use meshwork_tensor::kernel::tf32;
 use std::borrow::Cow;
 use std::thread::LocalKey;
 
@@ -215,7 +216,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
                 let product = std::any::type_name::<T>();
                 assert!(
                     T::narrows(precision),
-                    "{name}: stored in bf16, but a product of {product} in {precision:?} does not round"
+                    "{name}: stored in bf16, but a product of {product} in {precision:?} does not round to it"
                 );
                 x.len()
             }
@@ -234,7 +235,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
     /// The elements, rounded as in the product.
     fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
         match self {
-            MatmulOperand::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
+            MatmulOperand::Full(x, _) if !T::rounds(precision) => Cow::Borrowed(x),
             MatmulOperand::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
             MatmulOperand::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
         }
@@ -542,12 +543,20 @@ impl Product for f32 {
         Path::best(precision)
     }
 
+    fn rounds(precision: Precision) -> bool {
+        precision != Precision::F32
+    }
+
     fn narrows(precision: Precision) -> bool {
         precision == Precision::Bf16
     }
 
     fn in_precision(self, precision: Precision) -> f32 {
-        if f32::narrows(precision) { gemm::rounded(self) } else { self }
+        match precision {
+            Precision::F32 => self,
+            Precision::Tf32 => tf32(self),
+            Precision::Bf16 => gemm::rounded(self),
+        }
     }
 }
 

@@ -50,6 +50,11 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     }
 
     /// Whether the precision rounds operands.
+    fn rounds(_: Precision) -> bool {
+        false
+    }
+
+    /// Whether it rounds them to `bf16`, so that they may be stored so.
     fn narrows(_: Precision) -> bool {
         false
     }

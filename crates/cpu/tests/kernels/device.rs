@@ -42,19 +42,21 @@ const NONE: AttentionMasks<'static> = AttentionMasks::CAUSAL;
 #[test]
 fn the_precision_is_that_of_the_device() -> Result<()> {
     let shape = AttentionShape { batch: 1, seq: 9, heads: 2, head_dim: 5 };
-    let [f32, bf16] = [Precision::F32, Precision::Bf16].map(Cpu::new);
+    let [f32, tf32, bf16] = Precision::ALL.map(Cpu::new);
     let qkv = Buffer::from_vec(values::<f32>("qkv", 270));
     let dout = Buffer::from_vec(values::<f32>("dout", 90));
     let (out, lse) = f32.causal(shape, &qkv, NONE)?;
-    let results = [&f32, &bf16].map(|device| {
+    let results = [&f32, &tf32, &bf16].map(|device| {
         let (there, _) = device.causal(shape, &qkv, NONE)?;
         let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, NONE)?;
         Ok([there.as_slice::<f32>()?.to_vec(), back.as_slice::<f32>()?.to_vec()])
     });
-    let [exact, rounded]: [Result<[Vec<f32>; 2]>; 2] = results;
-    for (exact, rounded) in exact?.iter().zip(rounded?) {
-        let error = exact.iter().zip(&rounded).map(|(exact, rounded)| (exact - rounded).abs()).fold(0.0, f32::max);
-        assert!((1e-4..0.1).contains(&error), "{error} off");
+    let [exact, tf32, bf16]: [Result<[Vec<f32>; 2]>; 3] = results;
+    for (exact, (tf32, bf16)) in exact?.iter().zip(tf32?.iter().zip(&bf16?)) {
+        let error =
+            |of: &[f32]| exact.iter().zip(of).map(|(exact, rounded)| (exact - rounded).abs()).fold(0.0, f32::max);
+        let [few, more] = [error(tf32), error(bf16)];
+        assert!((1e-5..2e-3).contains(&few) && (1e-4..0.1).contains(&more), "{few} off in TF32, {more} in bf16");
     }
     Ok(())
 }

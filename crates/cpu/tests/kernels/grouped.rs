@@ -55,6 +55,7 @@ fn the_swiglu_of_groups_has_the_bits_of_both_operations() {
     for (precision, n, k, scale) in [
         (Precision::F32, 6, 3, 1),
         (Precision::F32, 96, 80, 40),
+        (Precision::Tf32, 96, 80, 40),
         (Precision::Bf16, 6, 4, 1),
         (Precision::Bf16, 96, 80, 40),
     ] {

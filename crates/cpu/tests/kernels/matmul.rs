@@ -3,7 +3,7 @@
 //!
 //! More than 400 lines: every path of a product is compared with the same formula.
 
-use super::oracle::{assert_close, check_gradient, dot, rounded, values, widen};
+use super::oracle::{assert_close, check_gradient, dot, rounding, values, widen};
 use half::bf16;
 use meshwork_cpu::kernels::Float;
 use meshwork_cpu::kernels::matmul::MatmulOperand::{Full, Rounded};
@@ -116,7 +116,8 @@ fn adversarial_splits_have_the_bits_of_the_whole() {
 }
 
 /// `matrixmultiply` in `f32`, which [`gemm`] only uses on CPUs without a path of our own: rectangles of C with a
-/// transposed B against the whole, and that against three loops.
+/// transposed B against the whole, and that against three loops; in low precision against the product in f32 of
+/// operands that are rounded before.
 #[test]
 fn portable_products_have_the_bits_of_the_whole() {
     let product = |precision, [m, n, k]: [usize; 3], a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>, update| {
@@ -124,17 +125,20 @@ fn portable_products_have_the_bits_of_the_whole() {
         gemm_portable(factors(precision, [m, n, k], a, b), (&mut c, (n, 1)), update);
         c
     };
-    for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate() {
-        let precision = if i < 4 { Precision::F32 } else { Precision::Bf16 };
+    for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(3).into_iter().enumerate() {
+        let precision = Precision::ALL[i / 4];
         let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
         let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
-        let wide = |x: &[f32]| {
-            x.iter().map(|x| if precision == Precision::Bf16 { rounded(*x) } else { *x }.to_f64()).collect::<Vec<f64>>()
-        };
-        let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
+        let round = rounding(precision);
+        let want = naive([m, n, k], (&widen(&a), (k, 1)), (&widen(&b), (n, 1)));
         for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
             let whole = product(precision, [m, n, k], Full(&a, (k, 1)), Full(&b, (n, 1)), update);
-            assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
+            if precision == Precision::F32 {
+                assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
+            }
+            let rounded = [&a, &b].map(|x| x.iter().map(|x| round(*x)).collect::<Vec<f32>>());
+            let [left, right] = [Full(&rounded[0][..], (k, 1)), Full(&rounded[1], (n, 1))];
+            assert!(whole == product(Precision::F32, [m, n, k], left, right, update), "[{m}, {n}, {k}], {precision:?}");
             for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
                 let (a, b) = (Full(&a[i * k..], (k, 1)), Full(&transposed[j * k..], (1, k)));
                 let part = product(precision, [rows, columns, k], a, b, update);
@@ -254,6 +258,7 @@ fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
     .enumerate()
     {
         same_bits_case::<f32>(Precision::F32, dims, i % 2 == 0);
+        same_bits_case::<f32>(Precision::Tf32, dims, i % 3 == 0);
         same_bits_case::<f32>(Precision::Bf16, dims, i % 2 == 1);
     }
     same_bits_case::<f64>(Precision::Bf16, [170, 130, 300], true);
@@ -381,9 +386,9 @@ fn few_rows_have_the_bits_of_many() {
     let (m, n, k) = (40, 700, 1030);
     let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", n * k));
     let rounded = stored(Precision::Bf16, &b);
-    for precision in [Precision::F32, Precision::Bf16] {
+    for precision in Precision::ALL {
         let right = match precision {
-            Precision::F32 => [Full(&b[..], (1, k)), Full(&b, (n, 1))],
+            Precision::F32 | Precision::Tf32 => [Full(&b[..], (1, k)), Full(&b, (n, 1))],
             Precision::Bf16 => [Rounded(&rounded[..], (1, k)), Rounded(&rounded, (n, 1))],
         };
         for (right, blocks) in right.into_iter().flat_map(|right| [1, 4].map(|blocks| (right, blocks))) {
@@ -423,7 +428,7 @@ fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
 fn few_columns_have_the_bits_of_many() {
     let (m, n, k) = (300, 2 * FEW_ROWS, 600);
     let (a, b, old): (Vec<f32>, Vec<f32>, Vec<f32>) = (values("a", k * m), values("b", k * n), values("c", m * n));
-    for (precision, update) in [Precision::F32, Precision::Bf16]
+    for (precision, update) in Precision::ALL
         .into_iter()
         .flat_map(|precision| [Update::Overwrite, Update::Accumulate].map(|update| (precision, update)))
     {

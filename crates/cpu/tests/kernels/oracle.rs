@@ -3,6 +3,8 @@
 use half::bf16;
 use meshwork_cpu::kernels::Float;
 use meshwork_cpu::kernels::round::round;
+use meshwork_tensor::Precision;
+use meshwork_tensor::kernel::tf32;
 use meshwork_tensor::random::{fill_normal, key};
 
 /// Standard normal values, the same for the same name; a prefix of a longer draw.
@@ -22,6 +24,15 @@ pub(crate) fn rounded(x: f32) -> f32 {
     let mut to = [bf16::ZERO];
     round(&[x], &mut to);
     to[0].to_f32()
+}
+
+/// How products in a precision round an operand.
+pub(crate) fn rounding(precision: Precision) -> fn(f32) -> f32 {
+    match precision {
+        Precision::F32 => |x| x,
+        Precision::Tf32 => tf32,
+        Precision::Bf16 => rounded,
+    }
 }
 
 /// Checks that every `|got - want|` is at most `tolerance * max(1, |want|)`, and names the first that is not.

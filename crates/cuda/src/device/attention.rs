@@ -195,7 +195,7 @@ impl CudaDevice {
     ) -> Call<'a> {
         let half = match self.precision {
             Precision::Bf16 => DType::Bf16,
-            Precision::F32 => DType::F16,
+            Precision::F32 | Precision::Tf32 => DType::F16,
         };
         let rounds = half == DType::Bf16 || of.iter().all(|x| x.dtype() == half) && self.has_room_in_f16(shape);
         let fast = self.products == Products::OfTheLibrary && rounds;
@@ -257,7 +257,12 @@ impl CudaDevice {
             return Ok(args);
         }
         args.extend(drops);
-        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
+        let rounded = match self.precision {
+            Precision::F32 => 0,
+            Precision::Bf16 => 1,
+            Precision::Tf32 => 2,
+        };
+        args.extend([firsts, Argument::from(rounded)]);
         args.extend(tokens);
         args.extend(of_sequence);
         let cap = call.masks.cap.map_or([0.0; 2], |cap| [scale / cap as f32, cap as f32 / scale]);

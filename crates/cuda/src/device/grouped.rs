@@ -61,11 +61,8 @@ impl CudaDevice {
 
     /// An operand of a group's library product, from this element on.
     fn part(&self, at: Address, first: usize, transposed: bool) -> Operand {
-        let (bf16, size) = match self.precision {
-            Precision::F32 => (false, DType::F32.size()),
-            Precision::Bf16 => (true, DType::Bf16.size()),
-        };
-        Operand { at: at.offset(first * size), transposed, bf16 }
+        let size = self.precision.operand_dtype(DType::F32).size();
+        Operand { at: at.offset(first * size), transposed }
     }
 
     /// The product of every group's rows with its matrix, stored as `[n, k]`, or with its transpose.
@@ -80,7 +77,7 @@ impl CudaDevice {
         let fast = self.products == Products::OfTheLibrary && terms == Terms::WHOLE;
         let y = self.room(if fast { dtype } else { DType::F32 }, dtype, count)?;
         // Kept alive until the products are queued.
-        let operands = [self.operand(OP, x, self.precision)?, self.operand(OP, w, self.precision)?];
+        let operands = [self.operand(OP, x, self.precision, fast)?, self.operand(OP, w, self.precision, fast)?];
         let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
         if fast {
             let rounded = dtype == DType::Bf16;
@@ -99,6 +96,7 @@ impl CudaDevice {
             self.each_group(rows, |group, first| Product {
                 mnk: [rows[group], to, from],
                 operands: [of(x, first * from, false), of(w, group * n * k, transposed)],
+                precision: self.precision,
                 c: out.offset(dtype.size() * first * to),
                 rounded,
                 accumulate: false,
@@ -152,13 +150,14 @@ impl Grouped for CudaDevice {
         let count = blocks.len() * n * k;
         buffer.slice(start..start + count)?;
         let whole = blocks.iter().all(|blocks| blocks.len() == 1);
+        let of_library = self.products == Products::OfTheLibrary && whole;
         // Kept alive until the products are queued.
-        let operands = [self.operand(OP, dy, self.precision)?, self.operand(OP, x, self.precision)?];
+        let operand = |x| self.operand(OP, x, self.precision, of_library);
+        let operands = [operand(dy)?, operand(x)?];
         let (dy, x) = (self.place(OP, &operands[0])?, self.place(OP, &operands[1])?);
         let to = self.place_mut(OP, buffer)?.offset(4 * start);
         let kernel = "grouped_tensor_backward_w";
         let sizes = [blocks.len() * n.div_ceil(GROUPED_ROWS as usize), k];
-        let of_library = self.products == Products::OfTheLibrary && whole;
         let on_tensor_cores = of_library && self.groups_on_tensor_cores(kernel, sizes, [n, k], [dy, x], to);
         if of_library && !on_tensor_cores {
             if !accumulate {
@@ -173,6 +172,7 @@ impl Grouped for CudaDevice {
                 Product {
                     mnk: [n, k, rows[group]],
                     operands: [of(dy, first * n, true), of(x, first * k, false)],
+                    precision: self.precision,
                     c: to.offset(4 * group * n * k),
                     rounded: false,
                     accumulate,

@@ -29,7 +29,7 @@ impl CudaDevice {
         let [x, y] = specs;
         let ([x_a, x_b], [y_a, y_b]) = (strides(x), strides(y));
         // Kept alive until the product is queued.
-        let operand = |x| self.operand(OP, x, self.precision);
+        let operand = |x| self.operand(OP, x, self.precision, false);
         let ([a, a2], [b, b2]) = ([operand(a[0])?, operand(a[1])?], [operand(b[0])?, operand(b[1])?]);
         let to = self.place_mut(OP, c)?.offset(4 * start);
         let kernel = self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]);
@@ -62,19 +62,22 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// The operand that products in a precision read: in bf16 a rounded copy, unless it has bf16 already.
-    pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision) -> Result<Buffer> {
-        match (precision, x.dtype()) {
-            (Precision::F32, _) => self.f32s(op, &[x])?,
-            (Precision::Bf16, DType::Bf16) => {}
-            (Precision::Bf16, _) => {
-                self.f32s(op, &[x])?;
-                let mut rounded = self.scratch(DType::Bf16, x.count())?;
-                self.cast_into(x, &mut rounded, 0)?;
-                return Ok(rounded);
-            }
+    /// The operand that products in a precision read: in low precision a rounded copy, unless it has bf16 already, or
+    /// who multiplies rounds f32 to TF32 itself.
+    pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision, rounds: bool) -> Result<Buffer> {
+        if precision == Precision::Bf16 && x.dtype() == DType::Bf16 {
+            return Ok(x.clone());
         }
-        Ok(x.clone())
+        self.f32s(op, &[x])?;
+        if precision == Precision::F32 || precision == Precision::Tf32 && rounds {
+            return Ok(x.clone());
+        }
+        let mut rounded = self.scratch(precision.operand_dtype(DType::F32), x.count())?;
+        match precision {
+            Precision::Bf16 => self.cast_into(x, &mut rounded, 0)?,
+            _ => launch!(self, op, "f32_to_tf32", [x.count(), 0]; x, &rounded, x.count())?,
+        }
+        Ok(rounded)
     }
 
     /// The kernel for operands of f32 or of bf16.
@@ -118,15 +121,14 @@ impl CudaDevice {
         c.slice(start..start + m * n)?;
         let to = self.place_mut(OP, c)?.offset(c.dtype().size() * start);
         // Kept alive until the product is queued.
-        let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
+        let operands = [self.operand(OP, a, precision, fast)?, self.operand(OP, b, precision, fast)?];
         let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
         if fast {
             let places = [(a, a_transposed), (b, b_transposed)];
-            let bf16 = precision == Precision::Bf16;
-            let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
+            let operands = places.map(|(at, transposed)| Operand { at, transposed });
             let bias = bias.map(|bias| self.aligned("bias", bias)).transpose()?; // kept alive as long
             let bias = bias.as_ref().map(|bias| self.place("bias", bias)).transpose()?;
-            let product = Product { mnk: [m, n, k], operands, c: to, rounded, accumulate, bias };
+            let product = Product { mnk: [m, n, k], operands, precision, c: to, rounded, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
         let ([of_a, of_b], Terms { segments, blocks }) = (strides(spec), terms);

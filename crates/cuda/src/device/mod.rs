@@ -369,8 +369,8 @@ impl Device for CudaDevice {
         driver.launches(&[*compute, *copies, *collectives])
     }
 
-    fn operand_dtype(&self, dtype: DType) -> DType {
-        self.precision.operand_dtype(dtype)
+    fn precision(&self) -> Precision {
+        self.precision
     }
 
     fn kernels(&self) -> Kernels<'_> {

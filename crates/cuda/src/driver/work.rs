@@ -3,7 +3,9 @@
 use super::address::Address;
 use super::error::{DriverError, Result};
 use super::nccl::{Exchange, NcclComm};
+use meshwork_core::DType;
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
+use meshwork_tensor::Precision;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
@@ -49,9 +51,11 @@ pub struct Product {
     pub mnk: [usize; 3],
     /// A and B.
     pub operands: [Operand; 2],
+    /// What A and B are: of f32; of f32, and rounded by the library to TF32; of bf16.
+    pub precision: Precision,
     /// C.
     pub c: Address,
-    /// C and the bias are of bf16 instead of f32; allowed if the operands are of bf16.
+    /// C and the bias are of bf16 instead of f32; allowed if A and B are of bf16.
     pub rounded: bool,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
@@ -65,9 +69,14 @@ pub struct Product {
 pub const BIAS_ALIGNED: u64 = 16;
 
 impl Product {
-    /// Bytes of an element of C.
-    pub fn size(&self) -> usize {
-        if self.rounded { 2 } else { 4 }
+    /// The type of A and B.
+    pub fn dtype(&self) -> DType {
+        self.precision.operand_dtype(DType::F32)
+    }
+
+    /// The type of C and the bias.
+    pub fn result(&self) -> DType {
+        if self.rounded { DType::Bf16 } else { DType::F32 }
     }
 
     /// Checks that a library accepts the product: the alignment of matrices to their elements and of the bias to
@@ -77,19 +86,16 @@ impl Product {
     /// The first violated condition.
     pub fn check(&self) -> Result<()> {
         const CALL: &str = "product";
-        let Product { mnk: [.., k], operands: [a, b], c, rounded, accumulate, bias } = *self;
+        let Product { mnk: [.., k], operands: [a, b], c, rounded, accumulate, bias, .. } = *self;
         let refused = |why: &str| Err(DriverError::Call { call: CALL, why: why.to_owned() });
-        if a.bf16 != b.bf16 {
-            return refused("operands of f32 and of bf16 in one product");
-        }
-        if rounded && !a.bf16 {
+        if rounded && self.precision != Precision::Bf16 {
             return refused("a result of bf16 from operands of f32");
         }
         if bias.is_some() && (accumulate || k == 0) {
             return refused("a bias on what is added to C, or on sums of nothing");
         }
-        let size = if a.bf16 { 2 } else { 4 };
-        let places = [("a", Some(a.at), size), ("b", Some(b.at), size), ("c", Some(c), self.size() as u64)];
+        let [size, of_c] = [self.dtype(), self.result()].map(|dtype| dtype.size() as u64);
+        let places = [("a", Some(a.at), size), ("b", Some(b.at), size), ("c", Some(c), of_c)];
         for (name, at, multiple) in places.into_iter().chain([("bias", bias, BIAS_ALIGNED)]) {
             if let Some(at) = at.filter(|at| !at.0.is_multiple_of(multiple)) {
                 return Err(DriverError::Misaligned { call: CALL, name, at: at.0, multiple });
@@ -106,8 +112,6 @@ pub struct Operand {
     pub at: Address,
     /// Stored as [k, m] instead of [m, k], or as [n, k] instead of [k, n].
     pub transposed: bool,
-    /// Of bf16 instead of f32.
-    pub bf16: bool,
 }
 
 /// A piece of work of a stream, as data.

@@ -6,12 +6,13 @@ use super::memory::{HOST, Memory};
 use super::nccl::{Comms, crossed, run, stuck};
 use super::order::{Draws, Order};
 use super::processes::Processes;
-use crate::driver::{
-    Address, Argument, DriverError, Event, Exchange, NcclComm, Operand, Product, Result, Stream, Work,
-};
+use crate::driver::{Address, Argument, DriverError, Event, Exchange, NcclComm, Product, Result, Stream, Work};
 use half::bf16;
+use meshwork_core::DType;
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{F16, HEADERS, Kernel, Launch, Pass, SOURCES};
+use meshwork_tensor::Precision;
+use meshwork_tensor::kernel::tf32;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -353,12 +354,16 @@ impl State {
     }
 
     fn product(&mut self, by: usize, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], precision, c, rounded, accumulate, bias } = product;
         let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
-        let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
-        let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: rounded }, n)).transpose()?;
-        let size = product.size();
+        let (mut a, mut b) =
+            (self.numbers(by, a.at, m * k, product.dtype())?, self.numbers(by, b.at, k * n, product.dtype())?);
+        if precision == Precision::Tf32 {
+            a.iter_mut().chain(&mut b).for_each(|x| *x = tf32(*x));
+        }
+        let bias = bias.map(|at| self.numbers(by, at, n, product.result())).transpose()?;
+        let size = product.result().size();
         let bytes = self.memory.write(by, c, m * n * size, "product")?;
         for (at, out) in bytes.chunks_exact_mut(size).enumerate() {
             let (i, j) = (at / n, at % n);
@@ -373,9 +378,10 @@ impl State {
         Ok(())
     }
 
-    fn operand(&self, by: usize, operand: Operand, count: usize) -> Result<Vec<f32>> {
-        let size = if operand.bf16 { 2 } else { 4 };
-        Ok(self.memory.read(by, operand.at, count * size, "product")?.chunks_exact(size).map(number).collect())
+    /// Numbers of f32 or bf16 that a product reads.
+    fn numbers(&self, by: usize, at: Address, count: usize, dtype: DType) -> Result<Vec<f32>> {
+        let size = dtype.size();
+        Ok(self.memory.read(by, at, count * size, "product")?.chunks_exact(size).map(number).collect())
     }
 }
 

@@ -307,7 +307,7 @@ impl Gpu {
     fn multiply(&self, state: &mut State, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
         let [m, n, k] = product.mnk;
         if k == 0 {
-            let bytes = if product.accumulate { 0 } else { m * n * product.size() };
+            let bytes = if product.accumulate { 0 } else { m * n * product.result().size() };
             return self.fill(queue, product.c, bytes);
         }
         let closed =

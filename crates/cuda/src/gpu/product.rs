@@ -14,6 +14,8 @@ use cudarc::cublaslt::sys::{
 };
 use cudarc::driver::result::free_sync;
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
+use meshwork_core::DType;
+use meshwork_tensor::Precision;
 use std::collections::HashMap;
 use std::ffi::c_void;
 
@@ -37,7 +39,7 @@ pub(super) struct Library {
 struct Shape {
     mnk: [usize; 3],
     transposed: [bool; 2],
-    bf16: bool,
+    precision: Precision,
     /// Whether C and the bias are of bf16.
     rounded: bool,
     /// Whether a bias is added.
@@ -66,21 +68,21 @@ impl Library {
     /// Queues a product that was [checked](Product::check), whose sums are not empty. The context must be current, and
     /// `queue` the GPU's handle of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], precision, c, rounded, accumulate, bias } = product;
         // The library's matrices are column-major, so our row-major matrices are their transposes: it computes Cᵀ =
         // op(B)ᵀ · op(A)ᵀ, with swapped operands.
-        let type_of = |bf16| if bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
-        let of = type_of(a.bf16);
+        let type_of = |dtype| if dtype == DType::Bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
+        let of = type_of(product.dtype());
         let stored = |operand: Operand, [rows, columns]: [usize; 2]| {
             if operand.transposed { Layout::new(of, columns, rows) } else { Layout::new(of, rows, columns) }
         };
         let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
-        let out = Layout::new(type_of(rounded), m, n)?;
-        let description = Description::new([b.transposed, a.transposed], bias)?;
+        let out = Layout::new(type_of(product.result()), m, n)?;
+        let description = Description::new(precision, [b.transposed, a.transposed], bias)?;
         // There is none for the bias, which the epilogue reads 16 bytes at a time: see Product::check.
         let alignments = [a.at, b.at, c].map(alignment);
         let (transposed, epilogue) = ([a.transposed, b.transposed], bias.is_some());
-        let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, rounded, epilogue, alignments };
+        let shape = Shape { mnk: product.mnk, transposed, precision, rounded, epilogue, alignments };
         let algorithm = match self.algorithms.get(&shape) {
             Some(&algorithm) => algorithm,
             None => {
@@ -172,8 +174,12 @@ struct Description(cublasLtMatmulDesc_t);
 
 impl Description {
     /// `bias` has one number for each row of the library's result, which is a column of ours. It has the result's type.
-    fn new(transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
-        let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
+    fn new(precision: Precision, transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
+        let computes = match precision {
+            Precision::F32 | Precision::Bf16 => cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            Precision::Tf32 => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        };
+        let description = create_matmul_desc(computes, cudaDataType::CUDA_R_32F);
         let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
         let attributes = [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
         for (attribute, transposed) in attributes.into_iter().zip(transposed) {

@@ -4,6 +4,7 @@ use crate::gpu;
 use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Product, Stream, Work};
 use meshwork_cuda::replay::Replaying;
 use meshwork_kernels::{Launch, kernel};
+use meshwork_tensor::Precision;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::thread;
@@ -88,8 +89,8 @@ fn kernels_get_their_arguments() {
     [sum, x].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
-/// All ways to store the operands, of f32 and of bf16, with a bias and without, results of f32 and of bf16, at
-/// addresses that are aligned to no more than their elements, but for the bias.
+/// All ways to store the operands, of f32, rounded to TF32 and of bf16, with a bias and without, results of f32 and of
+/// bf16, at addresses that are aligned to no more than their elements, but for the bias.
 #[test]
 fn products_are_those_of_row_major_matrices() {
     let Some(driver) = gpu() else { return };
@@ -119,17 +120,24 @@ fn products_are_those_of_row_major_matrices() {
     let ways = [[false; 3], [false, true, false], [true, false, false], [false, false, true], [true, false, true]];
     let ways = ways.map(|[bf16, accumulate, biased]| (bf16, false, accumulate, biased));
     let rounded = [(true, true, false, false), (true, true, true, false), (true, true, false, true)];
-    for (bf16, rounded, accumulate, biased) in ways.into_iter().chain(rounded) {
+    let ways = ways.into_iter().chain(rounded).map(|(bf16, rounded, accumulate, biased)| {
+        (if bf16 { Precision::Bf16 } else { Precision::F32 }, rounded, accumulate, biased)
+    });
+    // The numbers have few bits, so that every precision has the same results.
+    let of_tf32 =
+        [(false, false), (true, false), (false, true)].map(|(add, biased)| (Precision::Tf32, false, add, biased));
+    for (precision, rounded, accumulate, biased) in ways.chain(of_tf32) {
+        let bf16 = precision == Precision::Bf16;
         for transposed in [[false, false], [false, true], [true, false], [true, true]] {
             let store = |x: &[f32], turn: bool, [rows, columns]: [usize; 2]| {
                 let (whole, at) = stored(&if turn { turned(x, rows, columns) } else { x.to_vec() }, bf16);
-                (whole, Operand { at, transposed: turn, bf16 })
+                (whole, Operand { at, transposed: turn })
             };
             let (a, b) = (store(&a, transposed[0], [m, k]), store(&b, transposed[1], [k, n]));
             let ((c, at), bias) = (stored(&vec![0.5; m * n], rounded), stored_behind(16, &added, rounded));
             let bias_at = biased.then_some(bias.1);
             let operands = [a.1, b.1];
-            let product = Product { mnk: [m, n, k], operands, c: at, rounded, accumulate, bias: bias_at };
+            let product = Product { mnk: [m, n, k], operands, precision, c: at, rounded, accumulate, bias: bias_at };
             driver.product(stream, product).unwrap();
             if let Some(bias) = bias_at {
                 // An epilogue faults there, whatever alignment it was told of the result.
@@ -148,7 +156,7 @@ fn products_are_those_of_row_major_matrices() {
                 _ => 0.0,
             };
             let want: Vec<f32> = want.iter().enumerate().map(|(at, x)| x + before(at)).collect();
-            let way = format!("{bf16} {rounded} {accumulate} {biased} {transposed:?}");
+            let way = format!("{precision:?} {rounded} {accumulate} {biased} {transposed:?}");
             assert_eq!(result(), bytes_of(&want, rounded), "{way}");
             let nothing = Product { mnk: [m, n, 0], bias: None, ..product };
             driver.product(stream, nothing).unwrap();
@@ -157,6 +165,28 @@ fn products_are_those_of_row_major_matrices() {
             [a.0, b.0, c, bias.0].into_iter().for_each(|at| driver.free(at).unwrap());
         }
     }
+}
+
+/// Operands of 13 bits, which a library may round to TF32, cut off, or multiply as they are.
+#[test]
+fn the_library_may_round_to_tf32() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let a = write(&driver, stream, &[4097.0, 4103.0, 4099.0, 1.0]);
+    let (b, c) = (write(&driver, stream, &[1.0; 4]), driver.alloc(4).unwrap());
+    let operands = [(a, false), (b, true)].map(|(at, transposed)| Operand { at, transposed });
+    let product = |precision| {
+        let product = Product { mnk: [1, 1, 4], operands, precision, c, rounded: false, accumulate: false, bias: None };
+        driver.product(stream, product).unwrap();
+        read(&driver, stream, c, 1)[0]
+    };
+    let (exact, tf32) = (product(Precision::F32), product(Precision::Tf32));
+    assert_eq!(exact, 12_300.0);
+    assert!((tf32 - exact).abs() <= exact * 2_f32.powi(-10), "{tf32}");
+    if std::env::var_os("STAND_IN_CACHE").is_some() {
+        assert_eq!(tf32, 4096.0 + 4104.0 + 4100.0 + 1.0);
+    }
+    [a, b, c].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
 #[test]

@@ -604,9 +604,9 @@ C nvrtcGetCUBIN(Program *program, char *image) { strcpy(image, program->image.c_
 // cuBLASLt. Matrices lie column by column.
 
 struct Matrix { int type; uint64_t rows, columns; int64_t stride; };
-struct Operation { int transposed[2]; int epilogue; uint64_t bias; };
+struct Operation { int computes; int transposed[2]; int epilogue; uint64_t bias; };
 struct Wish { uint64_t workspace; uint32_t aligned[4], parts; };
-struct Algorithm { uint64_t aligned[4], workspace, parts, rest[2]; };
+struct Algorithm { uint64_t aligned[4], workspace, parts, computes, rest; };
 struct Heuristic { Algorithm algorithm; size_t workspace; int state; float waves; int reserved[4]; };
 
 C cublasLtCreate(void **handle) { *handle = malloc(1); return OK; }
@@ -616,7 +616,11 @@ C cublasLtMatrixLayoutCreate(Matrix **made, int type, uint64_t rows, uint64_t co
     return OK;
 }
 C cublasLtMatrixLayoutDestroy(Matrix *matrix) { delete matrix; return OK; }
-C cublasLtMatmulDescCreate(Operation **made, int, int) { *made = new Operation{{0, 0}, 1, 0}; return OK; }
+C cublasLtMatmulDescCreate(Operation **made, int computes, int) {
+    if (computes != 68 && computes != 77) return 7; // sums in f32, of operands as they are or rounded to TF32
+    *made = new Operation{computes, {0, 0}, 1, 0};
+    return OK;
+}
 C cublasLtMatmulDescDestroy(Operation *operation) { delete operation; return OK; }
 C cublasLtMatmulDescSetAttribute(Operation *operation, int attribute, const void *value, size_t bytes) {
     // TRANSA, TRANSB; an epilogue (1: none, 4: a bias); where that is.
@@ -635,11 +639,12 @@ C cublasLtMatmulPreferenceSetAttribute(Wish *wish, int attribute, const void *va
     else return 7;
     return OK;
 }
-C cublasLtMatmulAlgoGetHeuristic(void *, Operation *, Matrix *, Matrix *, Matrix *, Matrix *, Wish *wish, int, Heuristic *found, int *count) {
+C cublasLtMatmulAlgoGetHeuristic(void *, Operation *operation, Matrix *, Matrix *, Matrix *, Matrix *, Wish *wish, int, Heuristic *found, int *count) {
     *found = {};
     for (int i = 0; i < 4; i++) found->algorithm.aligned[i] = wish->aligned[i];
     found->algorithm.workspace = found->workspace = wish->workspace;
     found->algorithm.parts = wish->parts;
+    found->algorithm.computes = operation->computes;
     *count = 1;
     return OK;
 }
@@ -665,6 +670,8 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
     if (k != other_k || out.rows != m || out.columns != n || out.type != c_layout->type || by.type != and_by.type) return 7;
     // Of bf16 (14) is what operands of bf16 give, and no part of its sums.
     if (out.type && (out.type != 14 || by.type != 14 || algorithm->parts != 2)) return 7;
+    bool tf32 = operation->computes == 77;
+    if (algorithm->computes != (uint64_t)operation->computes || (tf32 && by.type)) return 7;
     if (workspace_bytes < algorithm->workspace || (uint64_t)workspace % 256 || !lies((uint64_t)workspace, workspace_bytes)) return 7;
     if (bias && !lies((uint64_t)bias, (out.type ? 2 : 4) * out.rows)) return 7;
     if (misaligned) return push(stream, [] { return MISALIGNED_ADDRESS; }) ? 13 : OK; // as a GPU finds it: when it runs
@@ -678,12 +685,19 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
         memcpy(&value, &wide, 4);
         return value;
     };
+    auto operand = [=](const void *at, Matrix of, uint64_t row, uint64_t column) -> double {
+        double number = element(at, of, row, column);
+        if (!tf32 || !std::isfinite(number) || number == 0) return number;
+        int exponent;
+        std::frexp(number, &exponent); // of a number from 1/2 to 1
+        return std::ldexp(std::round(std::ldexp(number, 11 - exponent)), exponent - 11); // 11 bits, ties away from zero
+    };
     Result queued = push(stream, [=, by = by, and_by = and_by, a_turned = a_turned, b_turned = b_turned] {
         for (uint64_t j = 0; j < n; j++)
             for (uint64_t i = 0; i < m; i++) {
                 double sum = 0;
                 for (uint64_t p = 0; p < k; p++)
-                    sum += (a_turned ? element(a, by, p, i) : element(a, by, i, p)) * (b_turned ? element(b, and_by, j, p) : element(b, and_by, p, j));
+                    sum += (a_turned ? operand(a, by, p, i) : operand(a, by, i, p)) * (b_turned ? operand(b, and_by, j, p) : operand(b, and_by, p, j));
                 float value = (float)(scale * sum) + (keep ? keep * (float)element(c, out, i, j) : 0) + (bias ? (float)element(bias, out, i, 0) : 0);
                 if (!out.type) {
                     ((float *)d)[j * out.stride + i] = value;

@@ -9,6 +9,7 @@ use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Pro
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::{Launch, kernel};
 use meshwork_tensor::Device;
+use meshwork_tensor::Precision::{self, F32};
 use meshwork_tensor::profiled::Profiled;
 use std::time::Instant;
 
@@ -218,18 +219,44 @@ fn bytes_are_copied_and_products_computed() {
         ((x, false), (transposed, false), false, [14.0, 32.0, 32.0, 77.0]),
         ((transposed, true), (x, true), false, [14.0, 32.0, 32.0, 77.0]),
     ] {
-        let operands = [a, b].map(|(at, transposed)| Operand { at, transposed, bf16: false });
+        let operands = [a, b].map(|(at, transposed)| Operand { at, transposed });
         driver
-            .product(stream, Product { mnk: [2, 2, 3], operands, c, rounded: false, accumulate, bias: None })
+            .product(
+                stream,
+                Product { mnk: [2, 2, 3], operands, precision: F32, c, rounded: false, accumulate, bias: None },
+            )
             .unwrap();
         assert_eq!(read(&driver, stream, c, 4), want);
     }
     let bias = write(&driver, stream, &[0.5, -1.0]);
-    let operands = [(x, false), (x, true)].map(|(at, transposed)| Operand { at, transposed, bf16: false });
+    let operands = [(x, false), (x, true)].map(|(at, transposed)| Operand { at, transposed });
     driver
-        .product(stream, Product { mnk: [2, 2, 3], operands, c, rounded: false, accumulate: false, bias: Some(bias) })
+        .product(
+            stream,
+            Product {
+                mnk: [2, 2, 3],
+                operands,
+                precision: F32,
+                c,
+                rounded: false,
+                accumulate: false,
+                bias: Some(bias),
+            },
+        )
         .unwrap();
     assert_eq!(read(&driver, stream, c, 4), [14.5, 31.0, 32.5, 76.0]);
+    // Operands of 12 bits, which TF32 rounds away from zero.
+    let x = write(&driver, stream, &[2049.0, -2051.0]);
+    let operands = [(x, false), (x, true)].map(|(at, transposed)| Operand { at, transposed });
+    for (precision, want) in
+        [(F32, 2049.0 * 2049.0 + 2051.0 * 2051.0), (Precision::Tf32, 2050.0 * 2050.0 + 2052.0 * 2052.0)]
+    {
+        let product = Product { mnk: [1, 1, 2], operands, precision, c, rounded: false, accumulate: false, bias: None };
+        driver.product(stream, product).unwrap();
+        assert_eq!(read(&driver, stream, c, 1), [want], "{precision:?}");
+        let refused = driver.product(stream, Product { rounded: true, ..product }).unwrap_err().to_string();
+        assert!(refused.contains("a result of bf16 from operands of f32"), "{refused}");
+    }
 }
 
 /// What a GPU faults at is refused when it is queued: addresses that are no multiples of what work reads at once, and
@@ -241,9 +268,10 @@ fn addresses_between_multiples_are_refused() {
     let x = write(&driver, stream, &[1.0; 256]);
     let misaligned =
         |call, name, at: Address, multiple| Err(DriverError::Misaligned { call, name, at: at.0, multiple });
-    let operand = |at, bf16| Operand { at, transposed: false, bf16 };
-    let operands = [operand(x, false), operand(x.offset(64), false)];
-    let product = Product { mnk: [4; 3], operands, c: x.offset(512), rounded: false, accumulate: false, bias: Some(x) };
+    let operand = |at| Operand { at, transposed: false };
+    let operands = [operand(x), operand(x.offset(64))];
+    let (c, bias) = (x.offset(512), Some(x));
+    let product = Product { mnk: [4; 3], operands, precision: F32, c, rounded: false, accumulate: false, bias };
     driver.product(stream, product).unwrap();
     for off in [4, 8, 12] {
         let at = x.offset(off);
@@ -252,7 +280,7 @@ fn addresses_between_multiples_are_refused() {
             misaligned("product", "bias", at, 16)
         );
     }
-    let (at, a) = (x.offset(2), operand(x.offset(2), false));
+    let (at, a) = (x.offset(2), operand(x.offset(2)));
     assert_eq!(
         driver.product(stream, Product { operands: [a, operands[1]], ..product }),
         misaligned("product", "a", at, 4)

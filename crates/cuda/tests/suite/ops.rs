@@ -656,7 +656,7 @@ fn operands_may_begin_anywhere_in_a_flat_buffer() {
         }
         results.iter().map(|result| device.download(result)).collect()
     };
-    for (precision, bf16) in [(Precision::F32, false), (Precision::Bf16, true)] {
+    for (precision, bf16) in [(Precision::F32, false), (Precision::Tf32, false), (Precision::Bf16, true)] {
         let Some(driver) = driver(Order::Seeded(7)) else { return };
         let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, precision).unwrap();
         let want = run(&device, bf16, 0).unwrap();

@@ -23,6 +23,7 @@ fn tensor_cores_have_the_attention_that_rounds() {
         (fast, Precision::Bf16, 12, None, DType::F32, 0),
         (fast, Precision::Bf16, 16, Some(&dropout), DType::F32, 3),
         (fast, Precision::F32, 16, None, DType::F32, 0),
+        (fast, Precision::Tf32, 16, None, DType::F32, 0),
         (cpu, Precision::Bf16, 16, None, DType::F32, 0),
         (fast, Precision::F32, 16, None, f16, 4),
         (fast, Precision::F32, 64, Some(&dropout), f16, 4),

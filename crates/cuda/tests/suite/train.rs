@@ -4,7 +4,7 @@
 use crate::{driver, drivers, orders};
 use meshwork_core::World;
 use meshwork_core::simd::{Level, level};
-use meshwork_core::{Axis, DType, Mesh, Rank};
+use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
@@ -64,7 +64,7 @@ pub fn train_watched(
     device: Arc<dyn Device>,
     mark: impl FnMut(),
 ) -> Result<Trained, TrainError> {
-    let precision = if device.operand_dtype(DType::F32) == DType::Bf16 { Precision::Bf16 } else { Precision::F32 };
+    let precision = device.precision();
     let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics, precision, ..Plan::default() };
     train_plan(config, &plan, count, device, mark)
 }
@@ -157,22 +157,24 @@ fn fast_steps_have_the_cpus_bits_with_its_products_and_are_near_them_with_the_li
 }
 
 #[test]
-fn steps_with_products_of_bf16_have_the_cpus_bits() {
+fn steps_with_products_of_low_precision_have_the_cpus_bits() {
     if level() < Level::Avx2 {
         return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
     }
-    let on = |products, order| {
-        let device = CudaDevice::with_precision(driver(order)?, products, Precision::Bf16).unwrap();
+    let on = |products, order, precision| {
+        let device = CudaDevice::with_precision(driver(order)?, products, precision).unwrap();
         Some(Arc::new(device))
     };
-    for numerics in [CANONICAL, Numerics::Fast] {
-        let want = train(small(), numerics, Arc::new(Cpu::new(Precision::Bf16))).unwrap();
-        let Some(device) = on(Products::OfTheCpu, Order::Seeded(5)) else { return };
-        assert_same("products of bf16", &train(small(), numerics, device).unwrap(), &want);
-        let Some(device) = on(Products::OfTheLibrary, Order::Seeded(6)) else { return };
+    let [bf16, tf32] = [(Precision::Bf16, 1e-2), (Precision::Tf32, 1e-2 / 8.0)];
+    let cases = [(bf16, CANONICAL), (bf16, Numerics::Fast), (tf32, CANONICAL), (tf32, Numerics::Fast)];
+    for ((precision, most), numerics) in cases {
+        let want = train(small(), numerics, Arc::new(Cpu::new(precision))).unwrap();
+        let Some(device) = on(Products::OfTheCpu, Order::Seeded(5), precision) else { return };
+        assert_same(&format!("products of {precision:?}"), &train(small(), numerics, device).unwrap(), &want);
+        let Some(device) = on(Products::OfTheLibrary, Order::Seeded(6), precision) else { return };
         let got = train(small(), numerics, device).unwrap();
         for (got, want) in got.steps.iter().zip(&want.steps) {
-            assert!(got.iter().zip(want).all(|(got, want)| (got / want - 1.0).abs() < 1e-2), "{got:?} and {want:?}");
+            assert!(got.iter().zip(want).all(|(got, want)| (got / want - 1.0).abs() < most), "{got:?} and {want:?}");
         }
     }
 }

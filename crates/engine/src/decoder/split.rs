@@ -43,7 +43,6 @@ impl Decoder {
         if count < 2 || columns == 0 {
             return Ok(());
         }
-        let most = if self.in_half { 5e-2 } else { 1e-3 };
         let mut relative = [0.0];
         for shift in [1, 3] {
             let fresh = || self.segments.iter().map(|_| KeyValueCache::new(count)).collect::<Vec<_>>();
@@ -56,11 +55,11 @@ impl Decoder {
             relative = [distance(&pass(&caches, count - 1..count)?, &whole)];
             self.rank.world().all_reduce_slice(&mut relative, ReduceOp::Max)?;
             self.rank.log().drain();
-            if relative[0] <= most {
+            if relative[0] <= self.rounding {
                 return Ok(());
             }
         }
-        Err(TrainError::Split { tokens: count, relative: relative[0], most })
+        Err(TrainError::Split { tokens: count, relative: relative[0], most: self.rounding })
     }
 }
 

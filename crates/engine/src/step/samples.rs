@@ -43,13 +43,12 @@ impl Trainer {
         })?;
         let (Some((together, decides)), Some((alone, _))) = (together, alone) else { return Ok(()) };
         let canonical = self.plan.blocks().is_some();
-        let in_half = self.plan.mixed.is_some() || self.device.operand_dtype(DType::F32).is_half();
         // Metrics against a reference are differences of numbers that may be all but the same.
         let metrics = if self.cut.model.model().reference().is_some() { 0 } else { self.reporting.metrics.len() };
         let (most, rows) = match (canonical, decides) {
             (true, _) => (0.0, 1 + self.reporting.metrics.len()),
             (false, true) => (5e-2, 1),
-            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + metrics),
+            (false, false) => (self.plan.rounding(), 1 + metrics),
         };
         let (samples, per_rank) = (self.plan.global_batch_size, self.samples().len());
         for (row, (together, alone)) in together.chunks(samples).zip(alone.chunks(samples)).take(rows).enumerate() {

@@ -135,7 +135,11 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         global_batch_size,
         num_microbatches: Some(micros),
         numerics: if canonical { Numerics::Canonical { blocks } } else { Numerics::Fast },
-        precision: if !canonical && rng.below(8) == 0 { Precision::Bf16 } else { Precision::F32 },
+        precision: match (canonical, if canonical { 0 } else { rng.below(8) }) {
+            (false, 0) => Precision::Bf16,
+            (false, 1) => Precision::Tf32,
+            _ => Precision::F32,
+        },
         recompute: rng.pick(&[
             Recompute::None,
             Recompute::Selective,

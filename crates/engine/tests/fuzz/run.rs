@@ -22,6 +22,8 @@ use std::sync::{Arc, Mutex};
 const TOLERANCE: f64 = 2e-4;
 /// The same where the operands of products are bf16.
 const TOLERANCE_BF16: f64 = 0.1;
+/// And in TF32, which has three bits more.
+const TOLERANCE_TF32: f64 = TOLERANCE_BF16 / 8.0;
 
 /// Steps of a run.
 pub const STEPS: u64 = 2;
@@ -108,6 +110,7 @@ pub fn is_steady(case: &Case, alone: &Numbers) -> bool {
     let (nudge, bound) = match (case.plan.numerics, case.plan.precision) {
         (Numerics::Canonical { .. }, _) => return true,
         (_, Precision::F32) => (1e-6, TOLERANCE / 4.0),
+        (_, Precision::Tf32) => (4e-3 / 8.0, TOLERANCE_TF32 / 4.0),
         (_, Precision::Bf16) => (4e-3, TOLERANCE_BF16 / 4.0),
     };
     match run(case, &case.alone, None, nudge) {
@@ -258,6 +261,7 @@ impl Numbers {
         let tolerance: f64 = match (plan.numerics, plan.precision) {
             (Numerics::Canonical { .. }, _) => 0.0,
             (_, Precision::F32) => TOLERANCE,
+            (_, Precision::Tf32) => TOLERANCE_TF32,
             (_, Precision::Bf16) => TOLERANCE_BF16,
         };
         self.apart_by(alone, tolerance)

@@ -243,9 +243,11 @@ fn a_plan_that_does_not_fit_the_rank_or_the_device_is_refused() {
     let canonical = Plan { numerics: Numerics::Canonical { blocks: 8 }, global_batch_size: 12, ..plan("dp=2") };
     let error = refused(&canonical, Rank::recording(&two, 0).unwrap());
     assert!(error.contains("use dp of 1, 3, 6, 12, or another global batch"), "{error}");
-    let bf16 = Plan { precision: Precision::Bf16, ..plan("dp=1") };
-    let error = refused(&bf16, Rank::alone().unwrap());
-    assert!(error.contains("the plan computes products in Bf16"), "{error}");
+    for precision in [Precision::Bf16, Precision::Tf32] {
+        let error = refused(&Plan { precision, ..plan("dp=1") }, Rank::alone().unwrap());
+        let told = format!("the plan computes products in {precision:?}, and the device cpu in F32");
+        assert!(error.contains(&told), "{error}");
+    }
 }
 
 /// A request beyond the end of a row used to return numbers of the next row.

@@ -285,6 +285,7 @@ fn mixing_is_found_in_canonical_numerics_in_16_bits_and_on_a_device_that_the_hos
         Plan { mixed: half(HalfType::Bf16), ..plan("pp=2", Numerics::Fast) },
         Plan { mixed: half(HalfType::F16), ..plan("tp=2", Numerics::Fast) },
         Plan { precision: Precision::Bf16, ..plan("dp=2", Numerics::Fast) },
+        Plan { precision: Precision::Tf32, ..plan("dp=2", Numerics::Fast) },
     ];
     for plan in plans {
         assert_eq!(refusals(&right, &plan, &[4, 1, 2]), [""; 0]);

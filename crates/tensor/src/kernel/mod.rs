@@ -53,7 +53,7 @@ pub use optim::{FlatParts, Measured, Optim, WholeOptim, WholePart, WholeVectors}
 pub(crate) use outcome::Outcome;
 pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};
-pub use precision::Precision;
+pub use precision::{Precision, tf32};
 pub use reduction::Reduction;
 pub use rotary::{Divisors, LongRope, Rotary, RotaryScaling, Yarn};
 pub use routing::{Draw, Overflow, Pick, Routing, Selected, Selection};

@@ -25,7 +25,7 @@ pub use communicator::communicator;
 use memory::{copy, give_back, hide, host, into_host, take, with_host};
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::Rule;
-use meshwork_tensor::{Device, Error, Kernels, Meter, Proxy, Result};
+use meshwork_tensor::{Device, Error, Kernels, Meter, Precision, Proxy, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -81,6 +81,10 @@ impl Device for Opaque {
 
     fn meter(&self) -> &Meter {
         self.inner.meter()
+    }
+
+    fn precision(&self) -> Precision {
+        self.inner.precision()
     }
 
     fn operand_dtype(&self, dtype: DType) -> DType {

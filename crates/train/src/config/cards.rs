@@ -1,5 +1,7 @@
 //! Cards as data: what their makers state.
 
+use meshwork_tensor::Precision;
+
 /// A generation of cards: which kernels run on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
@@ -26,6 +28,8 @@ pub struct Card {
     pub bandwidth: f64,
     /// Operations a second on f32, without tensor cores.
     pub f32: f64,
+    /// Operations a second on f32 whose operands tensor cores round to TF32, nothing left out as sparse.
+    pub tf32: f64,
     /// Operations a second on bf16 and f16 by tensor cores, nothing left out as sparse.
     pub bf16: f64,
     /// Bytes a second that it sends to others of its machine while it receives as many.
@@ -40,6 +44,17 @@ pub struct Card {
     pub source: &'static str,
 }
 
+impl Card {
+    /// Operations a second of products in a precision.
+    pub fn peak(&self, precision: Precision) -> f64 {
+        match precision {
+            Precision::F32 => self.f32,
+            Precision::Tf32 => self.tf32,
+            Precision::Bf16 => self.bf16,
+        }
+    }
+}
+
 /// The common numbers of the cards of this generation.
 const H100: Card = Card {
     name: "h100",
@@ -49,6 +64,7 @@ const H100: Card = Card {
     memory: 80e9,
     bandwidth: 3.35e12,
     f32: 66.9e12,
+    tf32: 494.7e12,
     bf16: 989.4e12,
     link: 450e9,
     on_machine: 8,
@@ -67,6 +83,7 @@ pub const CARDS: &[Card] = &[
         units: 108.0,
         bandwidth: 2.039e12,
         f32: 19.5e12,
+        tf32: 156e12,
         bf16: 312e12,
         link: 300e9,
         host: 32e9,

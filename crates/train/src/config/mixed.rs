@@ -54,6 +54,13 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         let problem = "would round values of f16 once more";
         Fault::new("training.matmul_dtype", products.name(), problem, "use f32, or training.dtype = \"bf16\"")
     });
+    // They have no more bits than it keeps.
+    let keeps_all = in_halves && products == MatmulDtype::Tf32;
+    settings.require(&["training.matmul_dtype", "training.dtype"], !keeps_all, || {
+        let problem = format!("rounds operands of f32, and training.dtype = {name:?} stores them in 16 bits");
+        let valid = if dtype == Dtype::Bf16 { "use bf16 or f32" } else { "use f32" };
+        Fault::new("training.matmul_dtype", products.name(), problem, format!("{valid}, or training.dtype = \"f32\""))
+    });
     let rounds_shares = in_halves && reduced == dtype && canonical;
     settings.require(&[key, "training.dtype", "training.numerics"], !rounds_shares, || {
         let problem = "rounds each rank's share of a gradient before the shares are added up, and training.numerics = \"canonical\" needs exact sums";

@@ -269,8 +269,9 @@ sections! {
         /// Type in which weights, activations and their gradients are stored and sent. bf16 and f16: half of the memory
         /// and traffic; every operation computes in f32, and the optimizer keeps weights in f32 (mixed precision).
         dtype: Dtype = is("f32"), Choice(Dtype::WORDS), Numbers;
-        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. With dtype f32,
-        /// activations that only products read are stored rounded, and everything else that is kept or sent is f32.
+        /// Type of the operands of matrix products and attention: tf32 rounds them to 11 bits and bf16 to 8, and both
+        /// add up in f32. With dtype f32 and bf16, activations that only products read are stored rounded; everything
+        /// else that is kept or sent is f32. tf32 is for the tensor cores of GPUs, and no faster on CPUs.
         matmul_dtype: MatmulDtype = Derived("bf16 with dtype bf16, else f32"), Choice(MatmulDtype::WORDS), Numbers;
         /// Type in which gradients of weights are added up over micro-batches and summed over ranks: f32, or that of
         /// dtype, in half of the memory and traffic.

@@ -66,7 +66,7 @@ words! {
     /// `training.dtype` and `training.reduce_dtype`.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
     /// `training.matmul_dtype`.
-    MatmulDtype { F32 = "f32", Bf16 = "bf16" }
+    MatmulDtype { F32 = "f32", Tf32 = "tf32", Bf16 = "bf16" }
     /// `training.loss_scale`, unless it is a number.
     LossScaleWord { Dynamic = "dynamic" }
     /// `training.objective`.
@@ -187,6 +187,7 @@ impl MatmulDtype {
     pub const fn precision(self) -> Precision {
         match self {
             Self::F32 => Precision::F32,
+            Self::Tf32 => Precision::Tf32,
             Self::Bf16 => Precision::Bf16,
         }
     }

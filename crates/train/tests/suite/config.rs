@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use meshwork_train::config::keys::{self, ValueKind};
-use meshwork_train::config::{Args, Config, DecayName, Dtype, ModelKind, OptimizerName, reference, usage};
+use meshwork_train::config::{Args, Config, DecayName, Dtype, MatmulDtype, ModelKind, OptimizerName, reference, usage};
 use meshwork_train::load;
 
 fn args(line: &str) -> Args {
@@ -318,6 +318,22 @@ fn a_sliding_window_is_a_number_of_tokens() {
         refused("--set model.sliding_window=12 --set checkpoint.export=out"),
         "checkpoint.export = out: a GPT2LMHeadModel has no sliding window; leave it out, or use model.sliding_window = 0"
     );
+}
+
+/// What is stored in 16 bits has no more bits than TF32 keeps.
+#[test]
+fn tf32_rounds_what_is_stored_in_f32() {
+    assert_eq!(config("--set training.matmul_dtype=tf32").training.matmul_dtype, MatmulDtype::Tf32);
+    for (dtype, valid) in [("bf16", "use bf16 or f32"), ("f16", "use f32")] {
+        let line = format!("--set training.dtype={dtype} --set training.matmul_dtype=tf32");
+        assert_eq!(
+            Config::from_args(&args(&line)).unwrap_err().to_string(),
+            format!(
+                "training.matmul_dtype = tf32 (from --set): rounds operands of f32, and training.dtype = {dtype:?} \
+                 stores them in 16 bits; {valid}, or training.dtype = \"f32\""
+            )
+        );
+    }
 }
 
 #[test]

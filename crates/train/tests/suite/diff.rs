@@ -113,6 +113,7 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
         "tp=2,pp=1 --set pipeline.schedule=zb_v --set pipeline.num_microbatches=4",
         "dp=2,pp=1 --set pipeline.schedule=interleaved_1f1b",
         "dp=2,tp=2,pp=2 --set parallelism.sequence_parallel=true --set training.matmul_dtype=bf16",
+        "dp=2,tp=2,pp=2 --set parallelism.sequence_parallel=true --set training.matmul_dtype=tf32",
     ] {
         let other = config(&format!("{mesh} {canonical}"));
         let dtype = other.training.matmul_dtype.name();

@@ -109,7 +109,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("training.micro_batch_size", "", "2"),
     ("training.seed", "model.dropout=0.1", "9"),
     ("training.dtype", "", "bf16"),
-    ("training.matmul_dtype", "", "bf16"),
+    ("training.matmul_dtype", "", "tf32"),
     ("training.reduce_dtype", "training.dtype=bf16 parallelism.dp=2", "bf16"),
     ("training.loss_scale", HALF, "16"),
     ("training.loss_scale_initial", HALF, "1024"),

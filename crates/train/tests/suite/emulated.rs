@@ -307,12 +307,14 @@ fn a_loss_in_chunks_has_every_value_of_the_cpu() {
     }
 }
 
-/// Storage in 16 bits, products of bf16, and both: dense models and experts, on one rank and on several.
+/// Storage in 16 bits, products of bf16, both, and products of TF32: dense models and experts, on one rank and on
+/// several.
 #[test]
 fn sixteen_bits_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
     let (bf16, f16, products) =
         ("--set=training.dtype=bf16", "--set=training.dtype=f16", "--set=training.matmul_dtype=bf16");
+    let tf32 = "--set=training.matmul_dtype=tf32";
     let (llama, experts) = ("--set=model.preset=llama-tiny", "--set=model.preset=switch-tiny");
     let alike = "--set=model.dropout=0";
     for (settings, mesh) in [
@@ -323,6 +325,9 @@ fn sixteen_bits_have_every_value_of_the_cpu() {
         (&[llama, alike, bf16, products], "tp=2"),
         (&[experts, alike, products], "dp=2,ep=2"),
         (&[experts, alike, bf16], "dp=1"),
+        (&[tf32], "tp=2"),
+        (&[llama, alike, tf32], "dp=1"),
+        (&[experts, alike, tf32], "dp=2,ep=2"),
     ]
     .into_iter()
     .sampled(3)

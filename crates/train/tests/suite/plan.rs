@@ -67,6 +67,8 @@ fn the_report_follows_the_partition() {
     assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
     let one = Config::from_toml("[training]\nmatmul_dtype = 'bf16'").unwrap();
     assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
+    let one = Config::from_toml("[training]\nmatmul_dtype = 'tf32'").unwrap();
+    assert!(report(&one).unwrap().contains("\n4 layers; products in tf32\n"));
     let all = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
     assert!(report(&all).unwrap().contains("\n4 layers; stored in bf16, products in bf16\n"));
 }

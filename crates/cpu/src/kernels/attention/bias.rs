@@ -4,14 +4,15 @@
 use super::super::pointwise;
 use super::layout::{Call, Layout};
 use super::rows::{cap_scores, dot};
-use super::{Dims, Groups, Masks, Saved, Tiled, Tiles};
+use super::{Dims, Groups, Masks, Saved, Tiled};
 use meshwork_core::pool;
+use meshwork_tensor::Precision;
 
 /// Writes or adds the gradient, `[heads, seq, keys]`: the sums over the samples in `blocks` of equally many, which are
-/// added in the [tree](meshwork_core::tree). `round` gives the operands of products.
+/// added in the [tree](meshwork_core::tree). Products round their operands to `precision`.
 #[expect(clippy::too_many_arguments, reason = "three operands, a result, and what they are")]
 pub fn pair_bias_grad<T: Tiled>(
-    tiles: Tiles<T>,
+    precision: Precision,
     dims: Dims,
     groups: Groups,
     saved: Saved<'_, T, T>,
@@ -19,19 +20,18 @@ pub fn pair_bias_grad<T: Tiled>(
     masks: Masks<'_>,
     bias: &[T],
     (blocks, accumulate, into): (usize, bool, &mut [T]),
-    round: fn(T) -> T,
 ) {
     dims.check(&[saved.q.len(), saved.out.len(), dout.len()], saved.lse.len());
     groups.check(dims, &[saved.kv.len()]);
     let layout = Layout::apart(dims, groups);
-    let call = Call { tiles, dims, groups, layout, angles: None, masks, bias: Some(bias) };
+    let call = Call { tiles: T::tiles(precision), dims, groups, layout, angles: None, masks, bias: Some(bias) };
     call.check();
     let (each, of_block) = (dims.seq * dims.keys.count, dims.batch.div_ceil(blocks.max(1)).max(1));
     assert_eq!(into.len(), dims.heads * each, "elements of the gradient for {dims:?}");
     pool::for_each(into.chunks_mut(each.max(1)).enumerate(), |(head, into)| {
         let mut sums = vec![T::ZERO; blocks.max(1) * each];
         for sample in 0..dims.batch {
-            add_sample(&call, saved, dout, [sample, head], &mut sums[sample / of_block * each..][..each], round);
+            add_sample(&call, saved, dout, [sample, head], &mut sums[sample / of_block * each..][..each], precision);
         }
         pointwise::tree_sum(&mut sums, each, pointwise::add_assign);
         if !accumulate {
@@ -48,8 +48,9 @@ fn add_sample<T: Tiled>(
     dout: &[T],
     [sample, head]: [usize; 2],
     sum: &mut [T],
-    round: fn(T) -> T,
+    precision: Precision,
 ) {
+    let round = |x: T| x.in_precision(precision);
     let chain = |x: &[T], y: &[T]| x.iter().zip(y).fold(T::ZERO, |sum, (&x, &y)| round(x).mul_add(round(y), sum));
     let (Dims { seq, heads, head_dim, keys, .. }, size) = (call.dims, call.groups.size);
     let (group, in_group) = (super::layout::Group { sample, index: head / size }, head % size);

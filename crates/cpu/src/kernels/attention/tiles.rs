@@ -1,23 +1,23 @@
 //! Products in tiles: attention multiplies small blocks whose operands it packs once per head, and skips masked tiles.
 //!
 //! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read in place
-//! in [`Precision::F32`]; in [`Precision::Bf16`] it is rounded first, once a head or once a product. A packed or
-//! rounded operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles
-//! are those of [`gemm`](super::super::gemm): an element is one chain of fused multiply-adds over its terms in order,
-//! from zero, which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in
-//! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so all kinds give
-//! the same bits for rounded operands, except for subnormal numbers.
+//! in [`Precision::F32`]; in the others it is rounded first, once a head or once a product. A packed or rounded operand
+//! consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles are those of
+//! [`gemm`](super::super::gemm): an element is one chain of fused multiply-adds over its terms in order, from zero,
+//! which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in `f64`, a plain
+//! loop sums in the same order, not fused. A product of two `bf16`, or of two numbers of TF32, is exact in `f32`, so
+//! all kinds give the same bits for rounded operands, except for subnormal numbers.
 //!
 //! More than 400 lines: the calls of every kind of tile are read together with the asserts that they rely on.
 
 use super::super::Float;
+use super::super::gemm::{Bf16, Format, Path, Tf32};
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{
     Elements, Micro, Rounded, Strip, Tile,
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
 };
-use super::super::gemm::{Path, rounded};
 use super::super::matmul::{Strides, Update};
 use super::ahead::Ahead;
 use super::heads::RowsMut;
@@ -251,9 +251,11 @@ fn vectors(path: Path) -> Tiles<f32> {
     match path {
         Path::Avx512 => of_micro::<Avx512>(as_it_lies, dot_avx512),
         Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_pairs, dot_avx512),
-        Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(round_loop, dot_avx512),
+        Path::Avx512Rounded => of_micro::<Rounded<Avx512, Bf16>>(round_loop::<Bf16>, dot_avx512),
+        Path::Avx512Tf32 => of_micro::<Rounded<Avx512, Tf32>>(round_loop::<Tf32>, dot_avx512),
         Path::Avx2 => of_micro::<Avx2>(as_it_lies, dot),
-        Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(round_loop, dot),
+        Path::Avx2Rounded => of_micro::<Rounded<Avx2, Bf16>>(round_loop::<Bf16>, dot),
+        Path::Avx2Tf32 => of_micro::<Rounded<Avx2, Tf32>>(round_loop::<Tf32>, dot),
     }
 }
 
@@ -336,8 +338,14 @@ unsafe fn round_pairs([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to,
 fn plain(precision: Precision) -> Tiles<f32> {
     match precision {
         Precision::F32 => loops(),
-        Precision::Bf16 => Tiles { in_place: false, pack: rounded_loop_pack, round: round_loop, ..loops() },
+        Precision::Tf32 => rounded_loops::<Tf32>(),
+        Precision::Bf16 => rounded_loops::<Bf16>(),
     }
+}
+
+/// The same for operands that are rounded to a format.
+fn rounded_loops<F: Format>() -> Tiles<f32> {
+    Tiles { in_place: false, pack: rounded_loop_pack::<F>, round: round_loop::<F>, ..loops() }
 }
 
 /// Tiles of plain loops.
@@ -392,11 +400,11 @@ fn loop_pack<T: Float>(
     }
 }
 
-/// A [`PackFn`] that rounds to `bf16`.
-fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows<&mut [f32]>) {
+/// A [`PackFn`] that rounds to a format.
+fn rounded_loop_pack<F: Format>(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows<&mut [f32]>) {
     loop_pack(dims, from, (&mut *to, step));
     for to in to.chunks_mut(step).take(dims[0]) {
-        to[..LOOP_LANES].iter_mut().for_each(|x| *x = rounded(*x));
+        to[..LOOP_LANES].iter_mut().for_each(|x| *x = F::rounded(*x));
     }
 }
 
@@ -405,11 +413,11 @@ fn as_it_lies<T>(_: [usize; 2], _: Rows<&[T]>, _: Rows<&mut [T]>) {
     unreachable!("words of an operand that needs none");
 }
 
-/// A [`RoundFn`] to `bf16`, one term a word.
-fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+/// A [`RoundFn`] to a format, one term a word.
+fn round_loop<F: Format>([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
     for i in 0..rows {
         let (from, to) = (&from[i * row..][..terms], &mut to[i * to_row..][..terms]);
-        wide!(to.iter_mut().zip(from).for_each(|(to, &x)| *to = rounded(x)));
+        wide!(to.iter_mut().zip(from).for_each(|(to, &x)| *to = F::rounded(x)));
     }
 }
 

@@ -8,7 +8,7 @@
 //! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
 //! too or its rows are read in place, and 26.5 otherwise.
 
-use super::{Elements, Micro, Strip, Tile, quads, round_vectors};
+use super::{Bf16, Elements, Micro, Strip, Tile, pack_as, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -53,14 +53,10 @@ impl Micro for Avx2 {
         }
     }
 
-    unsafe fn pack_rounded(strip: Strip, to: *mut f32, step: usize) {
-        // SAFETY: the caller's promise, passed on; then only the vectors just packed.
+    unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
         unsafe {
-            if strip.apart == 1 {
-                return round_columns(strip, to, step);
-            }
-            Self::pack(strip, to, step);
-            round_vectors(strip.k, to, step, LANES);
+            if strip.apart == 1 { round_columns(strip, to, step) } else { pack_as::<Self, Bf16>(strip, to, step) }
         }
     }
 }
@@ -304,7 +300,7 @@ unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack_rounded`] for contiguous lanes.
+/// [`Micro::pack_bf16`] for contiguous lanes.
 ///
 /// # Safety
 /// As there.

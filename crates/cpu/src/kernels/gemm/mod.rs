@@ -1,4 +1,5 @@
-//! Products of `f32` matrices on x86-64, with AVX-512 or with AVX2 and FMA; in `f32`, or of operands rounded to `bf16`.
+//! Products of `f32` matrices on x86-64, with AVX-512 or with AVX2 and FMA; in `f32`, or of operands rounded to `bf16`
+//! or TF32.
 //!
 //! # The bits
 //!
@@ -19,6 +20,8 @@
 //! adds two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair
 //! holds its first term in the upper half. It treats subnormal sums as zero and produces none: a partial sum below
 //! 2^-126 becomes zero, while paths without that instruction keep it. In all other cases the paths agree bit for bit.
+//!
+//! In [`Precision::Tf32`] it is the same for operands rounded by [`tf32`], on all paths.
 //!
 //! # The work
 //!
@@ -113,6 +116,7 @@ use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
 use meshwork_core::simd::{Level, level};
 use meshwork_tensor::Precision;
+use meshwork_tensor::kernel::tf32;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 #[cfg(target_arch = "x86_64")]
@@ -177,6 +181,12 @@ pub enum Path {
     /// `avx2` and `fma` on rounded operands.
     #[cfg(target_arch = "x86_64")]
     Avx2Rounded,
+    /// `avx512f` on operands rounded to TF32.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Tf32,
+    /// `avx2` and `fma` on operands rounded to TF32.
+    #[cfg(target_arch = "x86_64")]
+    Avx2Tf32,
 }
 
 /// Runs `$body` with `$M` standing for the [`Micro`] of `$path`.
@@ -200,12 +210,22 @@ macro_rules! for_micro {
             }
             #[cfg(target_arch = "x86_64")]
             Path::Avx512Rounded => {
-                type $M = Rounded<Avx512>;
+                type $M = Rounded<Avx512, Bf16>;
                 $body
             }
             #[cfg(target_arch = "x86_64")]
             Path::Avx2Rounded => {
-                type $M = Rounded<Avx2>;
+                type $M = Rounded<Avx2, Bf16>;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Tf32 => {
+                type $M = Rounded<Avx512, Tf32>;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2Tf32 => {
+                type $M = Rounded<Avx2, Tf32>;
                 $body
             }
         }
@@ -224,6 +244,7 @@ impl Path {
     pub(super) fn all(precision: Precision) -> &'static [Path] {
         match precision {
             Precision::F32 => &[Path::Avx512, Path::Avx2],
+            Precision::Tf32 => &[Path::Avx512Tf32, Path::Avx2Tf32],
             Precision::Bf16 => &[Path::Avx512Bf16, Path::Avx512Rounded, Path::Avx2Rounded],
         }
     }
@@ -237,9 +258,9 @@ impl Path {
     pub(super) fn runs_here(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 | Path::Avx512Rounded => level() >= Level::Avx512,
+            Path::Avx512 | Path::Avx512Rounded | Path::Avx512Tf32 => level() >= Level::Avx512,
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 | Path::Avx2Rounded => level() >= Level::Avx2,
+            Path::Avx2 | Path::Avx2Rounded | Path::Avx2Tf32 => level() >= Level::Avx2,
             #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 => level() >= Level::Avx512 && is_x86_feature_detected!("avx512bf16"),
         }
@@ -429,7 +450,7 @@ pub(super) trait Finish<T>: Copy {
 ///
 /// # Safety of the functions
 /// The CPU has the instructions of the implementation.
-pub(super) trait Micro {
+pub(super) trait Micro: Sized {
     /// Words of a vector: lanes of a packed strip. A tile is two vectors wide.
     const LANES: usize;
     /// Rows of the highest tile, at most `LANES`.
@@ -470,12 +491,9 @@ pub(super) trait Micro {
     ///
     /// # Safety
     /// As there.
-    unsafe fn pack_rounded(strip: Strip, to: *mut f32, step: usize) {
-        // SAFETY: the caller's promise, passed on; then only the vectors just packed.
-        unsafe {
-            Self::pack(strip, to, step);
-            round_vectors(strip.k, to, step, Self::LANES);
-        }
+    unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { pack_as::<Self, Bf16>(strip, to, step) }
     }
 
     /// Packs a panel of A whose rows are contiguous. Returns the (row, step) strides of its words.
@@ -500,10 +518,50 @@ pub(super) trait Micro {
     }
 }
 
-/// Operands rounded to `bf16` as they are packed, and multiplied in `f32`: for CPUs without the instructions.
-pub(super) struct Rounded<M>(PhantomData<M>);
+/// What operands are rounded to as they are packed: numbers of `f32` that have fewer bits.
+pub(super) trait Format {
+    /// The nearest such number.
+    fn rounded(x: f32) -> f32;
 
-impl<M: Micro> Micro for Rounded<M> {
+    /// [`Micro::pack`] of rounded elements.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn pack<M: Micro>(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { pack_as::<M, Self>(strip, to, step) }
+    }
+}
+
+/// [`rounded`], for CPUs that do not multiply pairs of `bf16`.
+pub(super) struct Bf16;
+
+impl Format for Bf16 {
+    #[inline(always)]
+    fn rounded(x: f32) -> f32 {
+        rounded(x)
+    }
+
+    unsafe fn pack<M: Micro>(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { M::pack_bf16(strip, to, step) }
+    }
+}
+
+/// [`tf32`].
+pub(super) struct Tf32;
+
+impl Format for Tf32 {
+    #[inline(always)]
+    fn rounded(x: f32) -> f32 {
+        tf32(x)
+    }
+}
+
+/// Operands rounded to a format as they are packed, and multiplied in `f32`.
+pub(super) struct Rounded<M, F>(PhantomData<(M, F)>);
+
+impl<M: Micro, F: Format> Micro for Rounded<M, F> {
     const LANES: usize = M::LANES;
     const ROWS: usize = M::ROWS;
     const IN_PLACE: bool = false;
@@ -515,7 +573,7 @@ impl<M: Micro> Micro for Rounded<M> {
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { M::pack_rounded(strip, to, step) }
+        unsafe { F::pack::<M>(strip, to, step) }
     }
 
     unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
@@ -527,8 +585,8 @@ impl<M: Micro> Micro for Rounded<M> {
             // SAFETY: the contiguous elements of a lane, in both kinds.
             unsafe {
                 match from.from(lane * apart) {
-                    Elements::Full(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| *x),
-                    Elements::Rounded(from) => round_row(std::slice::from_raw_parts(from, k), to, |x| {
+                    Elements::Full(from) => round_row::<F, _>(std::slice::from_raw_parts(from, k), to, |x| *x),
+                    Elements::Rounded(from) => round_row::<F, _>(std::slice::from_raw_parts(from, k), to, |x| {
                         f32::from_bits(u32::from(x.to_bits()) << 16)
                     }),
                 }
@@ -538,22 +596,24 @@ impl<M: Micro> Micro for Rounded<M> {
     }
 }
 
-/// Replaces the elements of `k` vectors of `lanes` words, `step` words apart, by [`rounded`] ones. Elements that were
-/// stored rounded need it too, because they may be subnormal.
+/// [`Micro::pack`] of elements that are rounded to a format once they are packed. Elements that were stored rounded
+/// need it too, because they may be subnormal.
 ///
 /// # Safety
-/// All of these vectors are initialised, and nothing else reads or writes them meanwhile.
-unsafe fn round_vectors(k: usize, to: *mut f32, step: usize, lanes: usize) {
-    wide!(for l in 0..k {
-        // SAFETY: vector l, by the caller's promise.
-        let vector = unsafe { std::slice::from_raw_parts_mut(to.add(l * step), lanes) };
-        vector.iter_mut().for_each(|x| *x = rounded(*x));
+/// As there.
+unsafe fn pack_as<M: Micro, F: Format + ?Sized>(strip: Strip, to: *mut f32, step: usize) {
+    // SAFETY: the caller's promise, passed on.
+    unsafe { M::pack(strip, to, step) };
+    wide!(for l in 0..strip.k {
+        // SAFETY: vector l of the strip, just packed, and nothing else reads or writes it.
+        let vector = unsafe { std::slice::from_raw_parts_mut(to.add(l * step), M::LANES) };
+        vector.iter_mut().for_each(|x| *x = F::rounded(*x));
     });
 }
 
-/// Writes the elements of a row, widened by `f`, as [`rounded`].
-fn round_row<T>(from: &[T], to: &mut [f32], f: impl Fn(&T) -> f32) {
-    wide!(to.iter_mut().zip(from).for_each(|(to, x)| *to = rounded(f(x))));
+/// Writes the elements of a row, widened by `f`, rounded to a format.
+fn round_row<F: Format, T>(from: &[T], to: &mut [f32], f: impl Fn(&T) -> f32) {
+    wide!(to.iter_mut().zip(from).for_each(|(to, x)| *to = F::rounded(f(x))));
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.

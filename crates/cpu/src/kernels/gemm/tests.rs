@@ -7,8 +7,6 @@
 use super::super::values;
 use super::*;
 
-const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
-
 /// The paths this CPU runs.
 fn paths(precision: Precision) -> Vec<Path> {
     let paths: Vec<Path> = Path::all(precision).iter().copied().filter(|path| path.runs_here()).collect();
@@ -55,10 +53,10 @@ impl Choices {
     }
 
     fn precision(&mut self) -> Precision {
-        if self.coin() { Precision::F32 } else { Precision::Bf16 }
+        Precision::ALL[self.below(3)]
     }
 
-    /// Elements in full or, if the product may round, rounded.
+    /// Elements in full or, if the product may read bf16, rounded.
     fn kept(&mut self, x: Vec<f32>, precision: Precision) -> Kept {
         if precision == Precision::Bf16 && self.coin() { Kept::rounded(&x) } else { Kept::Full(x) }
     }
@@ -97,6 +95,17 @@ impl Choices {
             _ => (at, 1 + self.below(len - at)),
         }
     }
+}
+
+/// The nearest number with 11 bits, ties away from zero, by the arithmetic of f64.
+fn nearest_tf32(x: f32) -> f32 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    // Of the upper bits of the fraction, the last: subnormal numbers have the exponent of the smallest normal ones.
+    let exponent = ((x.to_bits() >> 23 & 0xff) as i32).max(1) - 127;
+    let unit = 2_f64.powi(exponent - 10);
+    ((f64::from(x) / unit).round() * unit) as f32
 }
 
 /// Elements of an operand.
@@ -219,7 +228,11 @@ impl Case {
     }
 
     fn operand(&self, x: f32) -> f32 {
-        if self.precision == Precision::Bf16 { rounded(x) } else { x }
+        match self.precision {
+            Precision::F32 => x,
+            Precision::Tf32 => nearest_tf32(x),
+            Precision::Bf16 => rounded(x),
+        }
     }
 
     /// The definition of an element.
@@ -427,7 +440,7 @@ fn non_finite_values_stay_in_their_row_and_column() {
 
 #[test]
 fn empty_products_and_sums() {
-    for path in PRECISIONS.into_iter().flat_map(paths) {
+    for path in Precision::ALL.into_iter().flat_map(paths) {
         for (update, want) in [(Update::Overwrite, 0.0), (Update::Accumulate, 7.0)] {
             let mut c = [7.0_f32; 7];
             let nothing = Elements::Full(std::ptr::dangling());
@@ -453,7 +466,7 @@ fn empty_products_and_sums() {
 fn repeated_products_reuse_the_packed_buffers() {
     let held = || PACKED.with_borrow(|[a, b]| [(a.as_ptr(), a.capacity()), (b.as_ptr(), b.capacity())]);
     let mut choices = Choices(6);
-    for path in PRECISIONS.into_iter().flat_map(paths) {
+    for path in Precision::ALL.into_iter().flat_map(paths) {
         // The large case first, so that the following ones need no more memory.
         let large = Case::new(Precision::F32, [20, 2 * N_BLOCK, K_BLOCK + 1]);
         large.part(path, [(0, 20), (0, 2 * N_BLOCK)], Update::Overwrite, &mut choices);
@@ -521,11 +534,46 @@ fn operands_are_rounded_to_the_nearest() {
     }
 }
 
+/// Every path rounds to TF32 as the arithmetic says: numbers around those of TF32 and between two of them, of every
+/// exponent and both signs, subnormal ones and those that round to infinity; infinity stays, and so does a NaN.
+#[test]
+fn operands_are_rounded_to_tf32() {
+    let lower = [0, 1, 0x0fff, 0x1000, 0x1001, 0x1fff];
+    let upper = (0..1 << 19).step_by(23).chain([0, 0x3f800, 0x3fbff, 0x3fbfe, 0x7fbff, 0x3fc00]);
+    let x: Vec<f32> = upper.flat_map(|high: u32| lower.map(|low| f32::from_bits(high << 13 | low))).collect();
+    assert!(x.iter().any(|x| x.is_subnormal()) && x.iter().any(|x| x.is_nan()) && x.contains(&f32::INFINITY));
+    for x in &x {
+        let got = tf32(*x);
+        assert_eq!(got.to_bits() & 0x1fff, 0, "{x:e}");
+        match x.is_nan() {
+            true => assert!(
+                got.is_nan() && got.to_bits() & 0x0040_0000 != 0 && got.is_sign_negative() == x.is_sign_negative()
+            ),
+            false => assert_eq!(got.to_bits(), nearest_tf32(*x).to_bits(), "{x:e}"),
+        }
+    }
+    for path in paths(Precision::Tf32) {
+        for (x, by_rows) in x.chunks(PIECE).flat_map(|x| [(x, true), (x, false)]) {
+            // One row of all columns, or one column of all terms.
+            let (terms, columns) = if by_rows { (1, x.len()) } else { (x.len(), 1) };
+            let piece = PackedPart { l: 0, k: terms, j: 0, columns };
+            let mut words = vec![0_u32; path.words([terms, columns])];
+            // SAFETY: the path runs here; one row or column, and room for its words.
+            unsafe { pack(path, (Elements::Full(x.as_ptr()), (columns, 1)), piece, words.as_mut_ptr().cast()) };
+            let width = path.words([1, 1]);
+            for (at, x) in x.iter().enumerate() {
+                let word = if by_rows { words[at / width * width + at % width] } else { words[at * width] };
+                assert_eq!(word, tf32(*x).to_bits(), "{path:?}: {x:e}");
+            }
+        }
+    }
+}
+
 /// The only difference between the paths of a precision.
 #[test]
 fn only_pairs_of_bf16_take_a_subnormal_sum_for_zero() {
     let tiny = 2_f32.powi(-70);
-    for path in PRECISIONS.into_iter().flat_map(paths) {
+    for path in Precision::ALL.into_iter().flat_map(paths) {
         let mut c = [7.0_f32];
         // SAFETY: one element of each matrix.
         unsafe {

@@ -14,7 +14,7 @@ proptest! {
         (before, after, spare) in (0..2usize, 0..2usize, 0..3usize),
         turned: bool,
         window in prop::option::of(1..300usize),
-        precision in prop::sample::select(PRECISIONS.to_vec()),
+        precision in prop::sample::select(Precision::ALL.to_vec()),
     ) {
         let seq: usize = passes.iter().sum();
         let case = Case::new([batch, seq, used, size], head_dim, [before, after], turned);

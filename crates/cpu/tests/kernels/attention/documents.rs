@@ -22,7 +22,7 @@ proptest! {
     fn a_document_has_the_bits_that_it_has_alone(
         lengths in prop::collection::vec(prop::sample::select(&[1_usize, 2, 15, 33, 130, 300][..]), 1..5),
         batch in 1..3_usize, used in 1..3_usize, size in 1..4_usize, turned: bool,
-        precision in prop::sample::select(&PRECISIONS[..]),
+        precision in prop::sample::select(&Precision::ALL[..]),
     ) {
         let (seq, head_dim): (usize, usize) = (lengths.iter().sum(), 6);
         let case = Case::new([batch, seq, used, size], head_dim, [1, 0], turned);

@@ -197,21 +197,26 @@ fn every_kind_of_tiles_is_right_for_every_group() {
     }
 }
 
-/// In bf16 rows are rotated before they are rounded. A rotation in f32 may round the other way: bounds as for heads one
-/// by one.
+/// Rows are rotated before they are rounded. A rotation in f32 may round the other way: bounds as for heads one by one.
 #[test]
-fn bf16_rounds_what_has_been_turned() {
-    for case in cases() {
+fn low_precision_rounds_what_has_been_turned() {
+    let precisions = [(Precision::Bf16, 5e-4), (Precision::Tf32, 5e-4 / 8.0)];
+    for (case, (precision, bound)) in cases().into_iter().flat_map(|case| precisions.map(|precision| (case, precision)))
+    {
+        let round = in_f64(precision);
         let [q, kv, dout] = case.operands::<f32>();
         let spread = case.spread(&widen(&q), &widen(&kv));
-        let [out, _] = naive_in(to_bf16, case.dims, &spread, None);
-        let [dq, dkv] = case.gather(&naive_backward(to_bf16, case.dims, &spread, &widen(&dout), None));
-        for tiles in Tiles::all(Precision::Bf16) {
+        let [out, _] = naive_in(round, case.dims, &spread, None);
+        let [dq, dkv] = case.gather(&naive_backward(round, case.dims, &spread, &widen(&dout), None));
+        for tiles in Tiles::all(precision) {
             let [got_dq, got_dkv] = case.backward(tiles, &q, &kv, &dout, None);
             let pairs = [(&case.run(tiles, &q, &kv, None)[0], &out), (&got_dq, &dq), (&got_dkv, &dkv)];
             let errors = pairs.map(|(got, want)| super::distance(got, want));
             // With one position there is nothing to choose from, so the gradient of its query is zero.
-            assert!(errors.iter().all(|&error| error.is_nan() || error <= 5e-4), "{case:?}: {errors:?}");
+            assert!(
+                errors.iter().all(|&error| error.is_nan() || error <= bound),
+                "{precision:?}, {case:?}: {errors:?}"
+            );
         }
     }
 }
@@ -219,7 +224,7 @@ fn bf16_rounds_what_has_been_turned() {
 /// With one head of keys and values per query head and no rotation: the bits of the fused layout.
 #[test]
 fn heads_of_their_own_have_the_bits_of_the_fused_layout() {
-    for precision in PRECISIONS {
+    for precision in Precision::ALL {
         let case = Case::new([2, 140, 3, 1], 20, [0, 0], false);
         let (d, tiles) = (case.dims, f32::tiles(precision));
         let [q, kv, dout] = case.operands::<f32>();
@@ -254,10 +259,10 @@ fn gradients_match_finite_differences() {
     }
 }
 
-/// AVX-512 and AVX2 give the same bits; in bf16 all kinds do.
+/// AVX-512 and AVX2 give the same bits; in bf16 and TF32 all kinds do.
 #[test]
 fn tiles_agree_bit_for_bit() {
-    for precision in PRECISIONS {
+    for precision in Precision::ALL {
         let mut all = Tiles::all(precision);
         if precision == Precision::F32 {
             all.pop();
@@ -285,7 +290,7 @@ proptest! {
     #[test]
     fn a_group_is_the_tree_over_its_heads(
         size in 1..9_usize, seq in prop::sample::select(&[1_usize, 40, 150, 1100][..]), turned: bool,
-        precision in prop::sample::select(&PRECISIONS[..]),
+        precision in prop::sample::select(&Precision::ALL[..]),
     ) {
         let head_dim = if seq > 1000 { 128 } else { 6 };
         let case = Case::new([1, seq, 1, size], head_dim, [1, 0], turned);

@@ -22,7 +22,7 @@ proptest! {
         turned: bool,
         drops: bool,
         packed in prop::option::of(any::<bool>()),
-        precision in prop::sample::select(PRECISIONS.to_vec()),
+        precision in prop::sample::select(Precision::ALL.to_vec()),
     ) {
         let seq: usize = lens.iter().sum();
         let case = Case::new([batch, seq, used, size], head_dim, beside.into(), turned);
@@ -65,7 +65,7 @@ proptest! {
         drops: bool,
         packed in prop::option::of(any::<bool>()),
         window in prop::option::of(1..150usize),
-        precision in prop::sample::select(PRECISIONS.to_vec()),
+        precision in prop::sample::select(Precision::ALL.to_vec()),
     ) {
         let keys: usize = lens.iter().sum();
         let mut runs: Vec<Range<usize>> =

@@ -51,7 +51,7 @@ proptest! {
         lengths in prop::collection::vec(prop::sample::select(&[1_usize, 2, 33, 130, 300][..]), 1..4),
         (used, size) in (1..3_usize, 1..4_usize), turned: bool, cut in 0.0..1.0,
         window in prop::sample::select(&[1_usize, 2, 17, 128, 129, 255][..]),
-        precision in prop::sample::select(&PRECISIONS[..]),
+        precision in prop::sample::select(&Precision::ALL[..]),
     ) {
         let (seq, head_dim): (usize, usize) = (lengths.iter().sum(), 6);
         let case = Case::new([1, seq, used, size], head_dim, [1, 0], turned);

@@ -689,6 +689,8 @@ impl Frame {
             },
             "training.matmul_dtype" => match self.dtype {
                 "f16" if !rarely(rng, 20) => one_of(rng, &["f32"]),
+                "f32" => one_of(rng, &["f32", "f32", "tf32", "bf16"]),
+                _ if rarely(rng, 20) => some(&"tf32"),
                 _ => one_of(rng, &["f32", "f32", "bf16"]),
             },
             "training.reduce_dtype" => match rng.below(60) {

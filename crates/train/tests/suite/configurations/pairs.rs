@@ -68,6 +68,8 @@ const FACTORS: [Factor; 14] = [
         ("f32, canonical", &[CANONICAL]),
         ("products in bf16", &[("training.matmul_dtype", "bf16")]),
         ("products in bf16, canonical", &[("training.matmul_dtype", "bf16"), CANONICAL]),
+        ("products in tf32", &[("training.matmul_dtype", "tf32")]),
+        ("products in tf32, canonical", &[("training.matmul_dtype", "tf32"), CANONICAL]),
         ("bf16", &[("training.dtype", "bf16")]),
         ("bf16, canonical", &[("training.dtype", "bf16"), CANONICAL]),
         ("bf16, reduced in it", &[("training.dtype", "bf16"), ("training.reduce_dtype", "bf16")]),
@@ -112,7 +114,16 @@ const FACTORS: [Factor; 14] = [
 /// whole sequences.
 const REFUSED: [&[(&str, &[&str])]; 1] = [&[
     ("tp", &["2, sequence"]),
-    ("numbers", &["f32, canonical", "products in bf16, canonical", "bf16, canonical", "f16, canonical"]),
+    (
+        "numbers",
+        &[
+            "f32, canonical",
+            "products in bf16, canonical",
+            "products in tf32, canonical",
+            "bf16, canonical",
+            "f16, canonical",
+        ],
+    ),
     ("tokens at a time", &["logits and inner features of three"]),
     ("adapters", &["of all", "of a quantised base", "that learn preferences"]),
 ]];

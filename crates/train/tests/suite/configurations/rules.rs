@@ -456,6 +456,7 @@ fn mixed(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let reduced = of("reduce_dtype").unwrap_or("f32");
     rule(reduced != "f32" && reduced != dtype, "gradients come in another type");
     rule(dtype == "f16" && of("matmul_dtype") == Some("bf16"), "rounded twice");
+    rule(dtype != "f32" && of("matmul_dtype") == Some("tf32"), "rounded to more bits than are stored");
     rule(dtype != "f32" && reduced == dtype && is_canonical(case), "each rank rounds its share of a sum");
     let dynamic = of("loss_scale").map_or(dtype == "f16", |scale| scale == "dynamic");
     let feedback = case.get("compress.feedback").is_some_and(|feedback| feedback != "none");

@@ -121,10 +121,10 @@ pub fn run(case: &Case, config: &Config, data: Data) -> Result<(), String> {
     compare(&got, &wanted, &same(config), rounds(config))
 }
 
-/// Whether something is rounded to 16 bits: an error in the last bit may then be one of 16 bits.
+/// Whether something is rounded to fewer bits: an error in the last bit may then be one of these.
 pub fn rounds(config: &Config) -> bool {
     config.training.dtype != Dtype::F32
-        || config.training.matmul_dtype == MatmulDtype::Bf16
+        || config.training.matmul_dtype != MatmulDtype::F32
         || config.memory.saved_dtype != SavedDtype::F32
 }
 

@@ -1,9 +1,9 @@
 //! `training.dtype`: weights, activations and gradients are stored and sent in 16 bits, the optimizer has weights in
 //! f32, and in f16 the loss is scaled.
 
-use crate::mesh::bf16::gradient_error;
 use crate::mesh::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN};
 use crate::mesh::opaque::assert_opaque_as_cpu;
+use crate::mesh::products::gradient_error;
 use crate::mesh::split_work;
 use crate::mesh::world::{Stepped, assert_same_pieces, assert_same_report, on_mesh, one_step, pieces, train};
 use meshwork_core::DType;

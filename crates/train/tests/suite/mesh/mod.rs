@@ -6,7 +6,6 @@
 //! | `parity` | any mesh gives the loss, gradients, norm and weights of the one-rank run, and the work is really split |
 //! | `adamw` | twenty steps of AdamW follow the one-rank run |
 //! | `canonical` | in canonical numerics they have its bits |
-//! | `bf16` | products in bf16 train as those in f32 do, on any mesh alike, with the same bits on every run |
 //! | `mixed` | weights, activations and gradients in 16 bits, with a loss scale, train as f32 does, on any mesh alike |
 //! | `lora` | adapters beside frozen weights train on any mesh as on one rank, in canonical numerics with its bits |
 //! | `loss_chunk` | a loss whose logits exist for a few tokens at a time is that of all logits, and takes less memory |
@@ -17,13 +16,13 @@
 //! | `failures` | a rank that breaks down stops every other one with a named error; bad numbers leave the weights alone |
 //! | `evaluation` | validation loss and next-token logits do not depend on the mesh |
 //! | `partition` | layers assigned by cost train as on one rank |
+//! | `products` | products in bf16 and TF32 train as those in f32 do, on any mesh alike, with the same bits on every run |
 //! | `pytorch` | forward, backward and optimizer steps against recorded numbers |
 //! | `schedules` | overlapping steps, versions of the weights, and kept activations are as the schedule says |
 //! | `steady_state` | after two steps nothing is allocated from the system |
 //! | `streams` | PipeDream and PipeDream-2BW follow their update equations |
 
 mod adamw;
-mod bf16;
 mod canonical;
 mod cases;
 mod determinism;
@@ -37,6 +36,7 @@ mod opaque;
 mod overlap;
 mod parity;
 mod partition;
+mod products;
 mod pytorch;
 mod recompute;
 mod saved;

@@ -42,6 +42,7 @@ fn training_has_the_cpus_bits_where_the_host_reads_no_memory() {
         (Case::alone(&DROPOUT), ""),
         (mesh, ""),
         (mesh, "matmul_dtype = 'bf16'\n"),
+        (mesh, "matmul_dtype = 'tf32'\n"),
         (Case { micros: 2, ..mesh }, "numerics = 'canonical'\n"),
         (Case { model: &LLAMA, dp: 1, tp: 4, ..mesh }, ""),
         (Case { model: &PADDED, dp: 1, tp: 4, ..mesh }, ""),

@@ -14,6 +14,7 @@ fn later_steps_ask_the_system_for_no_memory() {
     for (case, dtype) in [
         (alone, MatmulDtype::F32),
         (alone, MatmulDtype::Bf16),
+        (alone, MatmulDtype::Tf32),
         (Case { dp: 2, tp: 2, pp: 2, schedule: "1f1b", ..alone }, MatmulDtype::F32),
         (Case { dp: 2, tp: 4, sequence_parallel: true, ..alone }, MatmulDtype::F32),
     ] {

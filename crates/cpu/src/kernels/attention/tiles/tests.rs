@@ -1,6 +1,7 @@
 //! Packed operands of products.
 
 use super::*;
+use crate::kernels::gemm::rounded;
 use crate::kernels::values;
 
 /// Rows of a left operand stay rows when they are rounded: one or two terms per word, the first in the upper half.

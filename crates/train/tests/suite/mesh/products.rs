@@ -1,5 +1,5 @@
-//! `training.matmul_dtype = "bf16"`: products round their operands and add up in f32. Values that only products read
-//! are stored rounded; everything else that is kept or sent is f32.
+//! `training.matmul_dtype`, "bf16" and "tf32": products round their operands and add up in f32. In bf16, values that
+//! only products read are stored rounded; everything else that is kept or sent is f32.
 
 use crate::mesh::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
 use crate::mesh::split_work;
@@ -10,16 +10,30 @@ use meshwork_train::Trainer;
 use meshwork_train::plan::{Prediction, predict};
 
 const STEPS: usize = 20;
-/// Largest relative difference of a loss from that of f32, over all steps: AdamW carries rounding from step to step.
-const OF_LOSS: f64 = 1e-2;
-/// Largest error of a gradient against f32, relative to its norm. An operand is rounded by up to 2⁻⁹ of itself.
-const OF_GRADIENT: f64 = 2e-2;
-/// The same between two meshes, which differ where the last bit of an f32 sum makes an operand round the other way.
-const BETWEEN_MESHES: f64 = 2e-3;
 
-/// The sections `[optimizer]` and `[training]`, the second last, with products in bf16.
-fn bf16(more: &str) -> String {
-    format!("{more}matmul_dtype = 'bf16'\n")
+/// A type of operands, and what it is allowed: of bf16, by the bits that the type has more.
+#[derive(Clone, Copy)]
+struct Low {
+    name: &'static str,
+    /// Largest relative difference of a loss from that of f32, over all steps: AdamW carries rounding from step to
+    /// step.
+    of_loss: f64,
+    /// Least and largest error of a gradient against f32, relative to its norm. An operand of bf16 is rounded by up to
+    /// 2⁻⁹ of itself.
+    of_gradient: [f64; 2],
+    /// The same between two meshes, which differ where the last bit of an f32 sum makes an operand round the other way.
+    between_meshes: f64,
+}
+
+const BF16: Low = Low { name: "bf16", of_loss: 1e-2, of_gradient: [1e-4, 2e-2], between_meshes: 2e-3 };
+const TF32: Low =
+    Low { name: "tf32", of_loss: 1e-2 / 8.0, of_gradient: [1e-4 / 8.0, 2e-2 / 8.0], between_meshes: 2e-3 / 8.0 };
+
+impl Low {
+    /// The sections `[optimizer]` and `[training]`, the second last, with products of this type.
+    fn with(&self, more: &str) -> String {
+        format!("{more}matmul_dtype = '{}'\n", self.name)
+    }
 }
 
 /// Over all parameters, the largest error of a gradient relative to its norm, or to a part of the whole gradient's norm
@@ -41,36 +55,42 @@ fn it_learns_as_f32_does_and_is_another_run() {
         let step = |trainer: &mut Trainer| Ok(trainer.step(&batch)?.loss);
         on_mesh(&config, |mut trainer| (0..STEPS).map(|_| step(&mut trainer)).collect::<Result<Vec<_>, _>>()).concat()
     };
-    let (f32, bf16) = (losses(ADAMW), losses(&bf16(ADAMW)));
-    // Random tokens, the same in every step, so the model can only memorise them.
-    assert!(bf16[STEPS - 1] < 0.8 * bf16[0], "nothing was learned in {bf16:?}");
-    for (step, (bf16, f32)) in bf16.iter().zip(&f32).enumerate() {
-        let off = (bf16 - f32).abs() / f32;
-        assert!(off <= OF_LOSS, "loss {bf16} after {step} steps, {f32} in f32 ({off:.1e} off)");
-        assert!(off > 0.0, "step {step} has the loss of f32: nothing was rounded");
+    let f32 = losses(ADAMW);
+    for low in [BF16, TF32] {
+        let (rounded, name) = (losses(&low.with(ADAMW)), low.name);
+        // Random tokens, the same in every step, so the model can only memorise them.
+        assert!(rounded[STEPS - 1] < 0.8 * rounded[0], "nothing was learned in {rounded:?}");
+        for (step, (rounded, f32)) in rounded.iter().zip(&f32).enumerate() {
+            let off = (rounded - f32).abs() / f32;
+            assert!(off <= low.of_loss, "loss {rounded} after {step} steps in {name}, {f32} in f32 ({off:.1e} off)");
+            assert!(off > 0.0, "step {step} in {name} has the loss of f32: nothing was rounded");
+        }
     }
 }
 
 #[test]
 fn gradients_are_those_of_f32_but_for_rounding() {
     for model in [&PLAIN, &UNEVEN] {
-        let [f32, bf16] = [SGD, &bf16(SGD)].map(|more| one_step(&Case::alone(model), more));
-        let error = gradient_error(&bf16, &f32);
-        assert!((1e-4..=OF_GRADIENT).contains(&error), "{}: {error:.1e} off", model.name);
+        let f32 = one_step(&Case::alone(model), SGD);
+        for low in [BF16, TF32] {
+            let error = gradient_error(&one_step(&Case::alone(model), &low.with(SGD)), &f32);
+            let [least, most] = low.of_gradient;
+            assert!((least..=most).contains(&error), "{} in {}: {error:.1e} off", model.name, low.name);
+        }
     }
 }
 
 #[test]
 fn any_mesh_gives_the_gradients_of_one_rank() {
-    let sgd = bf16(SGD);
-    for model in [&UNEVEN, &DROPOUT] {
+    for (low, model) in [(BF16, &UNEVEN), (BF16, &DROPOUT), (TF32, &UNEVEN), (TF32, &DROPOUT)] {
+        let sgd = low.with(SGD);
         let reference = one_step(&Case::alone(model), &sgd);
         for (mesh, sequence_parallel) in [((4, 1, 1), false), ((1, 4, 1), true), ((1, 1, 2), false), ((2, 2, 2), true)]
         {
             let case = Case::of_1f1b(model, mesh, sequence_parallel, 4);
             let got = one_step(&case, &sgd);
             let error = gradient_error(&got, &reference);
-            assert!(error <= BETWEEN_MESHES, "{case}: {error:.1e} off");
+            assert!(error <= low.between_meshes, "{case} in {}: {error:.1e} off", low.name);
             split_work::assert_as_predicted(&case, &sgd, &got);
         }
     }
@@ -78,8 +98,9 @@ fn any_mesh_gives_the_gradients_of_one_rank() {
 
 #[test]
 fn the_same_bits_on_every_run() {
-    for case in [Case::alone(&DROPOUT), Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4)] {
-        let config = case.config(&bf16(ADAMW));
+    let mesh = Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4);
+    for (low, case) in [(BF16, Case::alone(&DROPOUT)), (BF16, mesh), (TF32, Case::alone(&DROPOUT)), (TF32, mesh)] {
+        let config = case.config(&low.with(ADAMW));
         let data = case.model.data();
         let run = || {
             on_mesh(&config, |mut trainer| {
@@ -100,7 +121,8 @@ fn the_same_bits_on_every_run() {
 #[test]
 fn the_plan_is_that_of_f32_but_for_factors() {
     let case = Case::of_1f1b(&UNEVEN, (2, 2, 2), true, 4);
-    let [f32, bf16] = [SGD, &bf16(SGD)].map(|more| predict(&case.config(more), 0).unwrap());
+    let [f32, tf32, bf16] = [SGD, &TF32.with(SGD), &BF16.with(SGD)].map(|more| predict(&case.config(more), 0).unwrap());
+    assert!(tf32.records == f32.records && tf32.peak_bytes() == f32.peak_bytes(), "operands of TF32 are kept in full");
     let rest = |plan: &Prediction| (plan.parameters, plan.model_bytes, plan.flops, plan.records.len());
     assert_eq!(rest(&f32), rest(&bf16));
     assert!(bf16.peak_bytes() < f32.peak_bytes(), "{} bytes, {} in f32", bf16.peak_bytes(), f32.peak_bytes());
