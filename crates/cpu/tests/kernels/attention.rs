@@ -298,8 +298,8 @@ fn every_kind_of_tiles_is_right_at_every_edge() {
 /// products in f32. Of TF32, which has three bits more than bf16, eight times as many do so, each by an eighth.
 #[test]
 fn low_precision_rounds_every_operand_and_nothing_else() {
-    let cases = [(Precision::Bf16, 2e-4), (Precision::Tf32, 5e-5)];
-    for (d, (precision, bound)) in SHAPES.map(Dims::new).into_iter().flat_map(|d| cases.map(|case| (d, case))) {
+    let cases = [(Precision::Bf16, 2e-4, 2.0), (Precision::Tf32, 7e-5, 1.5)];
+    for (d, (precision, bound, apart)) in SHAPES.map(Dims::new).into_iter().flat_map(|d| cases.map(|case| (d, case))) {
         let round = in_f64(precision);
         let (qkv, dout): (Vec<f32>, Vec<f32>) = (values("qkv", 3 * elements(d)), values("dout", elements(d)));
         for dropout in [None, Some(dropout(0.2))] {
@@ -313,7 +313,7 @@ fn low_precision_rounds_every_operand_and_nothing_else() {
             }
             let exact =
                 [distance(&run(d, &qkv, dropout)[0], &out), distance(&run_backward(d, &qkv, &dout, dropout), &dqkv)];
-            assert!(exact.iter().all(|&error| error > 2.0 * bound), "{precision:?}, {d:?}: {exact:?} in f32");
+            assert!(exact.iter().all(|&error| error > apart * bound), "{precision:?}, {d:?}: {exact:?} in f32");
         }
     }
 }

@@ -329,7 +329,7 @@ fn tf32_rounds_what_is_stored_in_f32() {
         assert_eq!(
             Config::from_args(&args(&line)).unwrap_err().to_string(),
             format!(
-                "training.matmul_dtype = tf32 (from --set): rounds operands of f32, and training.dtype = {dtype:?} \
+                "training.matmul_dtype = tf32: rounds operands of f32, and training.dtype = {dtype:?} \
                  stores them in 16 bits; {valid}, or training.dtype = \"f32\""
             )
         );

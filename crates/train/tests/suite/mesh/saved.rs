@@ -1,9 +1,9 @@
 //! `memory.saved_dtype`: what forward keeps for backward is rounded to 16 bits. Forward stays exact, and the numbers
 //! depend neither on the mesh nor on what is recomputed.
 
-use crate::mesh::bf16::gradient_error;
 use crate::mesh::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN};
 use crate::mesh::opaque::assert_opaque_as_cpu;
+use crate::mesh::products::gradient_error;
 use crate::mesh::world::{Stepped, on_mesh, one_step, step_of};
 use meshwork_tensor::Category;
 use meshwork_train::Trainer;
