@@ -55,7 +55,7 @@ fn products_are_those_of_the_cpu() {
             return;
         }
         assert_bits(&format!("{spec:?}"), &c, &want(Precision::F32));
-        let [of_a, of_b] = [&a, &b].map(|x| in_tf32(x));
+        let [of_a, of_b] = [&a, &b].map(in_tf32);
         let mut c = old.clone();
         #[rustfmt::skip]
         launch!(

@@ -28,6 +28,7 @@
 // More than 400 lines: one library under several names.
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>

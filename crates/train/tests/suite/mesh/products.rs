@@ -11,8 +11,8 @@ use meshwork_train::plan::{Prediction, predict};
 
 const STEPS: usize = 20;
 
-/// A type of operands, and what it is allowed. TF32 has three bits more than bf16: an operand is rounded by an eighth as
-/// much. Where the last bit of f32 decides how an operand is rounded, that happens eight times as often, each by an
+/// A type of operands, and what it is allowed. TF32 has three bits more than bf16: an operand is rounded by an eighth
+/// as much. Where the last bit of f32 decides how an operand is rounded, that happens eight times as often, each by an
 /// eighth, which leaves a factor of √8.
 #[derive(Clone, Copy)]
 struct Low {
