@@ -5,10 +5,21 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import correct
-from session import TINY
+from session import TINY, Late, Skipped
 
 # Meshes of so many ranks, each a process on a GPU of its own.
 MESHES = {"dp=2": 2, "tp=2": 2, "pp=2": 2, "dp=2,tp=2": 4, "dp=2,tp=2,pp=2": 8}
+
+
+# The share of a vector's bytes that the busiest link carries in one direction, of n ranks.
+BUS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "send_recv": lambda n: 1,
+}
 
 
 def count(session):
@@ -59,8 +70,30 @@ def trained(session, mesh, ranks, sets, steps, wanted):
     return row | {"state": "PASS"}
 
 
+def bandwidths(session, there):
+    """Rows: the algorithm bandwidth of each collective, the bytes that nccl-tests counts over the time, and the bus bandwidth, as its PERFORMANCE.md has it."""
+    if there < 2:
+        return [{"what": "bandwidth", "state": "SKIPPED", "why": f"it takes two GPUs, and this check has {there}"}]
+    words = ["--bench", "--device", session.device, *(["--small"] if session.quick else [])]
+    rows = []
+    try:
+        told = session.run([session.program("collectives"), *words], limit=0.5 * session.left())
+    except Skipped as skipped:
+        return [{"what": "bandwidth", "state": "SKIPPED", "why": str(skipped)}]
+    except Late as late:  # What was measured until then counts.
+        told = late.output
+        rows.append({"what": "bandwidth", "state": "FAIL", "why": str(late)})
+    for line in told.json():
+        row = {"what": f"{line['operation']} by the {line['way']}", "ranks": line["ranks"], "bytes": line["bytes"], "ms": line["ms"]}
+        share = BUS[line["operation"]](line["ranks"])
+        rows.append(row | {"algorithm GB/s": line["gb_per_s"], "bus GB/s": share * line["gb_per_s"], "state": "PASS"})
+    if not any(row["state"] == "FAIL" for row in rows) and (told.code or not rows):
+        rows.append({"what": "bandwidth", "state": "FAIL", "why": told.reason()})
+    return rows
+
+
 def nccl(session):
-    """Processes on GPUs of their own: NCCL call by call, two processes on one GPU refused, and the losses of one rank."""
+    """Processes on GPUs of their own: NCCL call by call, two processes on one GPU refused, the losses of one rank; and the bandwidth of collectives."""
     session.there()
     rows = correct.rows(session, ["nccl::", "joins::"], {"STAND_IN_DEVICES": "5"})
     one = session.device if ":" in session.device or session.emulated else f"{session.device}:0"
@@ -74,4 +107,4 @@ def nccl(session):
             rows.append({"what": mesh, "state": "SKIPPED", "why": f"it takes {ranks} GPUs, and this check has {there}"})
         else:
             rows.append(trained(session, mesh, ranks, sets, steps, wanted))
-    return {"tables": {"over NCCL": rows}}
+    return {"tables": {"over NCCL": rows, "bandwidth": bandwidths(session, there)}}

@@ -146,6 +146,21 @@ class Checks(unittest.TestCase):
             self.assertEqual((rows["two processes on one GPU"], rows["nccl::tree"], rows["dp=2,tp=2"]), ("PASS", "SKIPPED", "SKIPPED"))
             self.assertEqual([rows[f"{mesh}, 2 processes"] for mesh in ["dp=2", "tp=2", "pp=2"]], [state] * 3)
 
+    def test_bus_bandwidth_is_that_of_nccl_tests(self):
+        self.joins(2.0)
+        names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv"]
+        lines = [json.dumps({"operation": name, "way": "library", "ranks": 4, "bytes": 1 << 30, "ms": 8.0, "gb_per_s": 100.0}) for name in names]
+        self.programs("collectives", "cat <<E\n" + "\n".join(lines) + "\nE")
+        with mock.patch("nccl.count", lambda session: 4):
+            rows = self.part("nccl")["tables"]["bandwidth"]
+        self.assertEqual([row["bus GB/s"] for row in rows], [150.0, 75.0, 75.0, 75.0, 100.0, 100.0])
+        self.programs("collectives", "echo 'error: ncclSystemError' >&2; exit 1")
+        with mock.patch("nccl.count", lambda session: 4):
+            part = self.part("nccl")
+        self.assertEqual(part["tables"]["bandwidth"], [{"what": "bandwidth", "state": "FAIL", "why": "ncclSystemError"}])
+        rows = self.part("nccl", device="cuda:0")["tables"]["bandwidth"]
+        self.assertEqual(rows[0]["why"], "it takes two GPUs, and this check has 1")
+
     def test_two_processes_that_train_on_one_gpu_fail(self):
         self.joins(2.0, both="exit 0")
         part = self.part("nccl", device="cuda:0")

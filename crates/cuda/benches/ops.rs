@@ -13,7 +13,7 @@
 
 mod bench;
 
-use bench::{Asked, GROUPS, median, numbers, uneven};
+use bench::{Asked, GROUPS, driver, median, numbers, uneven};
 use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::CudaDevice;
 use meshwork_cuda::device::Products;
@@ -82,7 +82,7 @@ impl Sizes {
 
 fn main() -> Result<(), Box<dyn AnyError>> {
     let asked = Asked::of_process();
-    let Some(driver) = asked.driver()? else { return Ok(()) };
+    let Some(driver) = driver(&asked)? else { return Ok(()) };
     let small = asked.small;
     let about = driver.properties();
     println!(r#"{{"device":{:?},"memory_bytes":{}}}"#, about.name, about.memory);

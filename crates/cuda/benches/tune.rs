@@ -9,7 +9,7 @@
 
 mod bench;
 
-use bench::{Asked, median, numbers, uneven};
+use bench::{Asked, driver, median, numbers, uneven};
 use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::Properties;
@@ -130,7 +130,7 @@ struct Compared {
 fn main() -> Result<(), Box<dyn AnyError>> {
     let mut asked = Asked::of_process();
     let out = asked.value("--out");
-    let Some(driver) = asked.driver()? else { return Ok(()) };
+    let Some(driver) = driver(&asked)? else { return Ok(()) };
     let (mut compared, mut wrong) = (Vec::new(), 0);
     for kernel in tuned().filter(|kernel| asked.wants(kernel)) {
         let tuned = TUNED.iter().find(|tuned| kernel.starts_with(tuned.family));

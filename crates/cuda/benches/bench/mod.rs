@@ -1,7 +1,9 @@
 //! What the benchmarks of a device share: their arguments, the device, numbers on it, and the time of a call.
 
+mod asked;
+
+pub use asked::Asked;
 use meshwork_core::{Buffer, DType};
-use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Driver};
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
@@ -16,62 +18,9 @@ const BUDGET: Duration = Duration::from_secs(4);
 /// Groups of a grouped product.
 pub const GROUPS: usize = 8;
 
-/// What a benchmark was asked for.
-pub struct Asked {
-    /// Everything once, on a few rows.
-    pub small: bool,
-    device: Option<String>,
-    rest: Vec<String>,
-}
-
-impl Asked {
-    /// The arguments of this process. Without `--bench`, which cargo gives, everything is small.
-    pub fn of_process() -> Self {
-        let mut asked = Self { small: false, device: None, rest: std::env::args().skip(1).collect() };
-        asked.small = !asked.flag("--bench") | asked.flag("--small");
-        asked.device = asked.value("--device");
-        asked
-    }
-
-    fn flag(&mut self, name: &str) -> bool {
-        self.rest.iter().position(|arg| arg == name).map(|at| self.rest.remove(at)).is_some()
-    }
-
-    /// What follows a flag.
-    pub fn value(&mut self, flag: &str) -> Option<String> {
-        let at = self.rest.iter().position(|arg| arg == flag).filter(|at| at + 1 < self.rest.len())?;
-        self.rest.drain(at..at + 2).nth(1)
-    }
-
-    /// Whether a name has every word that was given.
-    pub fn wants(&self, name: &str) -> bool {
-        self.rest.iter().filter(|arg| !arg.starts_with('-')).all(|word| name.contains(word.as_str()))
-    }
-
-    /// The device that was named; the first GPU, or, of what is small, the emulator where there is none.
-    pub fn driver(&self) -> Result<Option<Arc<dyn Driver>>, Box<dyn AnyError>> {
-        let name = self.device.as_deref();
-        #[cfg(feature = "cuda")]
-        if name.is_none_or(|name| name.starts_with("cuda") && name != "cuda-emulated") {
-            let number = name.and_then(|name| name.strip_prefix("cuda:")).map_or(Ok(0), str::parse)?;
-            match meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), Products::OfTheLibrary) {
-                Ok(gpu) => return Ok(Some(Arc::new(gpu))),
-                Err(error) if name.is_none() && self.small => eprintln!("{error}"),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        #[cfg(feature = "emulator")]
-        if name.is_none_or(|name| name == "cuda-emulated") {
-            let host = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder())?;
-            return Ok(Some(Arc::new(meshwork_cuda::Emulator::new(
-                host.into(),
-                1 << 46,
-                meshwork_cuda::Order::AsQueued,
-            ))));
-        }
-        eprintln!("SKIPPED: {}: no such device without the features cuda and emulator", name.unwrap_or("cuda"));
-        Ok(None)
-    }
+/// The device that was named; the first GPU, or, of what is small, the emulator where there is none.
+pub fn driver(asked: &Asked) -> Result<Option<Arc<dyn Driver>>, Box<dyn AnyError>> {
+    Ok(asked.drivers(Some(1))?.pop())
 }
 
 /// Median seconds of a call.
