@@ -27,10 +27,10 @@ esac
 mkdir -p "$programs"
 # Examples, a test and a benchmark by one call, so that they share what they are built of.
 cargo build --locked --workspace --all-features --profile "$profile" --message-format=json-render-diagnostics \
-    --example gpt_train --example mesh_diff --example generate --test gpu --bench ops --bench tune --bench collectives |
+    --example gpt_train --example mesh_diff --example generate --test gpu --bench ops --bench tune --bench nccl |
     python3 -c '
 import json, shutil, sys
-names = {"gpt_train", "mesh_diff", "generate", "gpu", "ops", "tune", "collectives"}
+names = {"gpt_train", "mesh_diff", "generate", "gpu", "ops", "tune", "nccl"}
 for line in sys.stdin:
     unit = json.loads(line)
     if unit.get("executable") and unit["target"]["name"] in names:

@@ -77,7 +77,7 @@ def bandwidths(session, there):
     words = ["--bench", "--device", session.device, *(["--small"] if session.quick else [])]
     rows = []
     try:
-        told = session.run([session.program("collectives"), *words], limit=0.5 * session.left())
+        told = session.run([session.program("nccl"), *words], limit=0.5 * session.left())
     except Skipped as skipped:
         return [{"what": "bandwidth", "state": "SKIPPED", "why": str(skipped)}]
     except Late as late:  # What was measured until then counts.

@@ -150,11 +150,11 @@ class Checks(unittest.TestCase):
         self.joins(2.0)
         names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv"]
         lines = [json.dumps({"operation": name, "way": "library", "ranks": 4, "bytes": 1 << 30, "ms": 8.0, "gb_per_s": 100.0}) for name in names]
-        self.programs("collectives", "cat <<E\n" + "\n".join(lines) + "\nE")
+        self.programs("nccl", "cat <<E\n" + "\n".join(lines) + "\nE")
         with mock.patch("nccl.count", lambda session: 4):
             rows = self.part("nccl")["tables"]["bandwidth"]
         self.assertEqual([row["bus GB/s"] for row in rows], [150.0, 75.0, 75.0, 75.0, 100.0, 100.0])
-        self.programs("collectives", "echo 'error: ncclSystemError' >&2; exit 1")
+        self.programs("nccl", "echo 'error: ncclSystemError' >&2; exit 1")
         with mock.patch("nccl.count", lambda session: 4):
             part = self.part("nccl")
         self.assertEqual(part["tables"]["bandwidth"], [{"what": "bandwidth", "state": "FAIL", "why": "ncclSystemError"}])

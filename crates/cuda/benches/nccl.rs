@@ -2,7 +2,7 @@
 //! and by our tree.
 //!
 //! ```text
-//! cargo bench -p meshwork-cuda --features cuda --bench collectives [-- --device cuda-emulated] [--ranks N] [--small] [WORD..]
+//! cargo bench -p meshwork-cuda --features cuda --bench nccl [-- --device cuda-emulated] [--ranks N] [--small] [WORD..]
 //! ```
 //! A JSON line for each operation, way and size. `bytes` is the size that nccl-tests counts, that of the whole vector:
 //! of the sum, of what is gathered or scattered, of what a rank sends. `gb_per_s`, its algorithm bandwidth, is that
