@@ -214,17 +214,25 @@ impl Pool {
         pool
     }
 
-    /// [`for_each`].
+    /// [`for_each`]. Only the step that takes an item and works on it is compiled for each caller, and only once: the
+    /// kernels of a device are most of its code.
     fn for_each<I: Send>(&'static self, items: impl Iterator<Item = I> + Send, work: impl Fn(I) + Sync) {
         let single = items.size_hint().1.is_some_and(|most| most <= 1);
-        if single || self.threads == 1 || IN_ITEM.with(Cell::get) {
-            return items.for_each(work);
-        }
         let items = Mutex::new(items.fuse());
+        self.repeat(single, &|| {
+            let item = items.lock().unwrap_or_else(PoisonError::into_inner).next();
+            item.map(&work).is_some()
+        });
+    }
+
+    /// Calls `step` until it finds no item, on this thread and, unless there is a `single` item, on free cores.
+    fn repeat(&'static self, single: bool, step: &(dyn Fn() -> bool + Sync)) {
+        if single || self.threads == 1 || IN_ITEM.with(Cell::get) {
+            while step() {}
+            return;
+        }
         let drain = |helping: bool| {
-            let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
-            while let Some(item) = next() {
-                work(item);
+            while step() {
                 if helping && self.busy().load(Ordering::Relaxed) > self.threads {
                     return false;
                 }

@@ -188,8 +188,18 @@ impl RowSums {
 impl Cpu {
     /// An output of `count` elements written by `fill`.
     fn output<T: Element>(&self, count: usize, fill: impl FnOnce(&mut [T])) -> Result<Buffer> {
+        let mut fill = Some(fill);
+        self.written(count, &mut |out| {
+            if let Some(fill) = fill.take() {
+                fill(out);
+            }
+        })
+    }
+
+    /// [`output`](Self::output), compiled once for an element type.
+    fn written<T: Element>(&self, count: usize, fill: &mut dyn FnMut(&mut [T])) -> Result<Buffer> {
         let mut out = self.alloc(T::DTYPE, count)?;
-        fill(out.as_mut_slice::<T>()?);
+        fill(out.as_mut_slice()?);
         Ok(out)
     }
 
@@ -232,7 +242,8 @@ impl Cpu {
         self.like::<T>(x, x.count(), |out| {
             for_each(out.chunks(piece).enumerate(), |(i, out)| {
                 let range = i * piece..i * piece + out.len();
-                let inputs = all.map(|input| input.part(range.clone()));
+                let mut inputs = all;
+                inputs.iter_mut().for_each(|input| *input = input.part(range.clone()));
                 read(inputs, |inputs| out.write(|out| f(range.start, inputs, out)));
             });
         })

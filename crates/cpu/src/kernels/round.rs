@@ -29,15 +29,34 @@ thread_local! {
     static SPARE: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `f` with memory for `len` elements, with unspecified contents. Calls may be nested.
-pub(crate) fn with_room<T: bytemuck::Pod, R>(len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
-    let mut block = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
-    if block.bytes() < len * size_of::<T>() {
-        block = Block::zeroed(len * size_of::<T>());
+/// Memory of this thread for copies in f32, given back when dropped.
+struct Room(Block);
+
+impl Room {
+    /// Memory for as many bytes, with unspecified contents.
+    fn of(bytes: usize) -> Room {
+        let block = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        Room(if block.bytes() < bytes { Block::zeroed(bytes) } else { block })
     }
-    let result = f(&mut bytemuck::cast_slice_mut(block.as_mut_slice())[..len]);
-    SPARE.with_borrow_mut(|spare| spare.push(block));
-    result
+
+    /// Its first elements.
+    fn elements<T: bytemuck::Pod>(&mut self, len: usize) -> &mut [T] {
+        &mut bytemuck::cast_slice_mut(self.0.as_mut_slice())[..len]
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let block = std::mem::take(&mut self.0);
+        // A thread that ends has no memory any more.
+        let _ = SPARE.try_with(|spare| spare.borrow_mut().push(block));
+    }
+}
+
+/// Calls `f` with memory for `len` elements, with unspecified contents. Calls may be nested.
+#[inline]
+pub(crate) fn with_room<T: bytemuck::Pod, R>(len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
+    f(Room::of(len * size_of::<T>()).elements(len))
 }
 
 impl Narrow for f32 {
@@ -163,18 +182,33 @@ impl<'a, T: Float> Loaded<'a, T> {
 /// Calls `f` with all elements of each operand, widened. Panics for 16 bits if `T` is not `f32`.
 #[inline]
 pub fn read<'a, T: Float, const N: usize, R>(operands: [Loaded<'a, T>; N], f: impl FnOnce([&[T]; N]) -> R) -> R {
-    let copied = operands.map(|x| if let Loaded::Full(_) = x { 0 } else { x.len().next_multiple_of(LINE) });
-    with_room(copied.iter().sum(), |mut room| {
-        f(operands.map(|x| match x {
+    with_room(room_of(&operands), |room| {
+        let mut all = [&[][..]; N];
+        widen_into(&operands, room, &mut all);
+        f(all)
+    })
+}
+
+/// Elements of the copies that [`widen_into`] makes.
+fn room_of<T: Float>(operands: &[Loaded<'_, T>]) -> usize {
+    let copied = |x: &Loaded<'_, T>| if let Loaded::Full(_) = x { 0 } else { x.len().next_multiple_of(LINE) };
+    operands.iter().map(copied).sum()
+}
+
+/// All elements of each operand: itself, or a copy in `room`.
+fn widen_into<'a, T: Float>(operands: &[Loaded<'a, T>], mut room: &'a mut [T], all: &mut [&'a [T]]) {
+    for (operand, all) in operands.iter().zip(all) {
+        *all = match *operand {
             Loaded::Full(x) => x,
             half => {
-                let (copy, rest) = std::mem::take(&mut room).split_at_mut(half.len().next_multiple_of(LINE));
+                let (copy, rest) = room.split_at_mut(half.len().next_multiple_of(LINE));
                 room = rest;
-                half.widen(&mut copy[..half.len()]);
-                &copy[..half.len()]
+                let copy = &mut copy[..half.len()];
+                half.widen(copy);
+                copy
             }
-        }))
-    })
+        }
+    }
 }
 
 /// The destination of results, as contiguous elements.

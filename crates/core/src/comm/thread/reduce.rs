@@ -25,8 +25,8 @@ pub(super) trait Reduce: Element {
     /// The type of sums.
     type Acc: Reduce<Acc = Self::Acc> + Default;
 
-    /// Whether sums are compiled for [wide](Wide::wide) vectors too: those of the types that models train in, which
-    /// alone are long.
+    /// Whether sums are compiled for [wide](Wide::wide) vectors and [in registers](at_once): those of the types that
+    /// models train in, which alone are long.
     const LONG: bool;
 
     /// Elements as accumulators, in `room` if they are not already.
@@ -174,11 +174,11 @@ impl<A: Copy + Default> Default for Scratch<A> {
 
 /// Reduces the elements that `read` returns for each of `ranks` (at least one) by `f`, and passes the result to `put`.
 ///
-/// Up to eight ranks, a power of two of them, are added up in registers. Beyond that, sums wait for their right
-/// neighbours: sums of equally many ranks are joined at once, which builds the tree from its leaves; the remaining ones
-/// are joined from the right.
+/// If it is `LONG`, up to eight ranks, a power of two of them, are added up in registers. Beyond that, sums wait for
+/// their right neighbours: sums of equally many ranks are joined at once, which builds the tree from its leaves; the
+/// remaining ones are joined from the right.
 #[inline(always)]
-pub(super) fn tree<'a, T: Reduce>(
+pub(super) fn tree<'a, T: Reduce, const LONG: bool>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: impl Fn(usize) -> &'a [T; BLOCK],
     ranks: Range<usize>,
@@ -186,16 +186,22 @@ pub(super) fn tree<'a, T: Reduce>(
     put: impl FnOnce(&[T; BLOCK]),
 ) {
     let eight = |rest: &Range<usize>| {
-        let taken = 1 << rest.len().min(8).ilog2();
+        let taken = 1 << rest.len().min(at_once(LONG)).ilog2();
         (taken, taken)
     };
-    tree_of(f, read, ranks, eight, scratch, put);
+    tree_of::<T, LONG>(f, read, ranks, eight, scratch, put);
+}
+
+/// The most parts that are added up in registers. A reduction that is not long takes them one by one, with the same
+/// tree: that is a quarter of the code.
+const fn at_once(long: bool) -> usize {
+    if long { 8 } else { 1 }
 }
 
 /// [`tree`] over parts; a part is the sum of some ranks. Of the parts left, `next` takes the first 1, 2, 4 or 8
-/// of equal size, and returns their number and the ranks that they cover together.
+/// of equal size, at most [`at_once`], and returns their number and the ranks that they cover together.
 #[inline(always)]
-fn tree_of<'a, T: Reduce>(
+fn tree_of<'a, T: Reduce, const LONG: bool>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: impl Fn(usize) -> &'a [T; BLOCK],
     parts: Range<usize>,
@@ -207,7 +213,7 @@ fn tree_of<'a, T: Reduce>(
     let mut rest = parts;
     loop {
         let (taken, mut weight) = next(&rest);
-        leaves(f, &read, rest.start..rest.start + taken, &mut scratch.leaves, &mut sum);
+        leaves::<T, LONG>(f, &read, rest.start..rest.start + taken, &mut scratch.leaves, &mut sum);
         rest.start += taken;
         while let Some((_, left)) = scratch.waiting.pop_if(|(ranks, _)| *ranks == weight || rest.is_empty()) {
             for (right, left) in sum.iter_mut().zip(left) {
@@ -222,9 +228,9 @@ fn tree_of<'a, T: Reduce>(
     }
 }
 
-/// Adds up 1, 2, 4 or 8 parts.
+/// Adds up 1, 2, 4 or 8 parts, at most [`at_once`].
 #[inline(always)]
-fn leaves<'a, T: Reduce>(
+fn leaves<'a, T: Reduce, const LONG: bool>(
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     read: &impl Fn(usize) -> &'a [T; BLOCK],
     parts: Range<usize>,
@@ -234,7 +240,7 @@ fn leaves<'a, T: Reduce>(
     let leaf = |at: usize| read(parts.start + at);
     let two = |a, b| f(a, b);
     let four = |a, b, c, d| f(f(a, b), f(c, d));
-    match parts.len() {
+    match parts.len().min(at_once(LONG)) {
         1 => sum.copy_from_slice(T::widen(leaf(0), a)),
         2 => {
             let (a, b) = (T::widen(leaf(0), a), T::widen(leaf(1), b));
@@ -283,9 +289,9 @@ pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Part<'_>], into: &mut [
     fn typed<T: Reduce>(op: ReduceOp, parts: &[Part<'_>], into: &mut [u8], rounded: bool) {
         let elements = PhantomData::<T>;
         match op {
-            ReduceOp::Sum if T::LONG => (Parts { f: T::sum, parts, into, rounded, elements }).wide(),
-            ReduceOp::Sum => (Parts { f: T::sum, parts, into, rounded, elements }).run(),
-            op => (Parts { f: T::extreme(op == ReduceOp::Max), parts, into, rounded, elements }).run(),
+            ReduceOp::Sum if T::LONG => Parts::<_, _, true> { f: T::sum, parts, into, rounded, elements }.wide(),
+            ReduceOp::Sum => Parts::<_, _, false> { f: T::sum, parts, into, rounded, elements }.run(),
+            op => Parts::<_, _, false> { f: T::extreme(op == ReduceOp::Max), parts, into, rounded, elements }.run(),
         }
     }
     match dtype {
@@ -300,7 +306,7 @@ pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Part<'_>], into: &mut [
 }
 
 /// The parts of [`reduce_parts`], to be reduced by `f`.
-struct Parts<'a, T, F> {
+struct Parts<'a, T, F, const LONG: bool> {
     f: F,
     parts: &'a [Part<'a>],
     into: &'a mut [u8],
@@ -308,16 +314,16 @@ struct Parts<'a, T, F> {
     elements: PhantomData<T>,
 }
 
-impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F> {
+impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy, const LONG: bool> Wide for Parts<'_, T, F, LONG> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
         let (mut scratch, parts, first) = (Scratch::default(), self.parts, self.parts[0].ranks.start);
-        // Parts of equally many ranks are added up together, up to eight, if they are a subtree.
+        // Parts of equally many ranks are added up together if they are a subtree.
         let taken = |at: usize| {
             let (start, weight) = (parts[at].ranks.start - first, parts[at].ranks.len());
-            let equal = parts[at..].iter().take(8).take_while(|part| part.ranks.len() == weight).count();
+            let equal = parts[at..].iter().take(at_once(LONG)).take_while(|part| part.ranks.len() == weight).count();
             let aligned = if start == 0 { 3 } else { (start / weight).trailing_zeros() };
             let taken = 1 << equal.ilog2().min(aligned);
             (taken, taken * weight)
@@ -359,7 +365,7 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F>
             };
             let next = |rest: &Range<usize>| next[rest.start];
             let read = |part: usize| lies(part).unwrap_or(&blocks[part]);
-            tree_of(self.f, read, 0..blocks.len(), next, &mut scratch, put);
+            tree_of::<T::Acc, LONG>(self.f, read, 0..blocks.len(), next, &mut scratch, put);
         }
     }
 }
@@ -373,8 +379,9 @@ mod tests {
         let (mut result, mut scratch) = (T::zeroed(), Scratch::default());
         let (read, put) = (|rank: usize| &blocks[rank], |block: &[T; BLOCK]| result = block[BLOCK - 1]);
         match op {
-            ReduceOp::Sum => tree(T::sum, read, 0..ranks.len(), &mut scratch, put),
-            op => tree(T::extreme(op == ReduceOp::Max), read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Sum if T::LONG => tree::<T, true>(T::sum, read, 0..ranks.len(), &mut scratch, put),
+            ReduceOp::Sum => tree::<T, false>(T::sum, read, 0..ranks.len(), &mut scratch, put),
+            op => tree::<T, false>(T::extreme(op == ReduceOp::Max), read, 0..ranks.len(), &mut scratch, put),
         }
         assert!(scratch.waiting.is_empty());
         result

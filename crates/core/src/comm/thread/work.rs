@@ -359,22 +359,22 @@ impl Plan {
         // Sums alone are long: maxima and minima are of statistics, and do without wider vectors of their own.
         let (plan, elements) = (self, PhantomData::<T>);
         match self.reduce {
-            ReduceOp::Sum if T::LONG => Reduction { plan, piece, f: T::sum, elements }.wide(),
-            ReduceOp::Sum => Reduction { plan, piece, f: T::sum, elements }.run(),
-            op => Reduction { plan, piece, f: T::extreme(op == ReduceOp::Max), elements }.run(),
+            ReduceOp::Sum if T::LONG => Reduction::<_, _, true> { plan, piece, f: T::sum, elements }.wide(),
+            ReduceOp::Sum => Reduction::<_, _, false> { plan, piece, f: T::sum, elements }.run(),
+            op => Reduction::<_, _, false> { plan, piece, f: T::extreme(op == ReduceOp::Max), elements }.run(),
         }
     }
 }
 
 /// One piece to be reduced by `f`. Made by [`Plan::reduce`] alone, whose contract holds as long as this exists.
-struct Reduction<'a, T, F> {
+struct Reduction<'a, T, F, const LONG: bool> {
     plan: &'a Plan,
     piece: &'a WorkPiece,
     f: F,
     elements: PhantomData<T>,
 }
 
-impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T, F> {
+impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy, const LONG: bool> Wide for Reduction<'_, T, F, LONG> {
     type Output = ();
 
     #[inline(always)]
@@ -396,12 +396,12 @@ impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Reduction<'_, T
                 false => &last[rank - sources.start],
             };
             let put = |result: &[T; BLOCK]| self.put(result, start, BLOCK.min(count - start));
-            reduce::tree(self.f, read, sources.clone(), &mut scratch, put);
+            reduce::tree::<T, LONG>(self.f, read, sources.clone(), &mut scratch, put);
         }
     }
 }
 
-impl<T: Reduce, F> Reduction<'_, T, F> {
+impl<T: Reduce, F, const LONG: bool> Reduction<'_, T, F, LONG> {
     #[inline(always)]
     fn source(&self, rank: usize, start: usize) -> *const T {
         self.plan.sources[rank].cast::<T>().wrapping_add(self.piece.read_at + start)
