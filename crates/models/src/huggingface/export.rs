@@ -1,11 +1,13 @@
 //! Writes a model into a folder that `transformers` loads.
 
 use super::layout;
+use super::slices::for_each_run;
 use super::staged::{self, Staged};
 use super::written::{self, Settings};
 use super::{Architecture, Dtype, Error};
 use crate::families::TensorPart;
-use meshwork_tensor::{ParamSpec, Role};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{ParamSpec, Role, Shape};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -229,7 +231,7 @@ impl Export {
             for Written { parts, shape, dtype, .. } in tensors {
                 let mut values = vec![0.0; shape.iter().product()];
                 for (parameter, part) in parts {
-                    place(part, &specs[*parameter].dims, &given[*parameter], &mut values);
+                    place(part, specs[*parameter].dims, &given[*parameter], &mut values)?;
                 }
                 let mut bytes = Vec::new();
                 dtype.encode(&values, &mut bytes);
@@ -282,19 +284,14 @@ fn of_units(tensors: &[Written]) -> impl Iterator<Item = &[Written]> {
 }
 
 /// Writes the elements of a part to their places in its tensor.
-fn place(part: &TensorPart, dims: &[usize], values: &[f32], tensor: &mut [f32]) {
-    let ranges = &part.ranges;
-    for number in 0..ranges.iter().map(ExactSizeIterator::len).product() {
-        let (mut rest, mut place, mut element, mut step) = (number, part.start, 0, 1);
-        for dim in (0..dims.len()).rev() {
-            let index = ranges[dim].start + rest % ranges[dim].len();
-            rest /= ranges[dim].len();
-            place += part.along(dim, index);
-            element += index * step;
-            step *= dims[dim];
+fn place(part: &TensorPart, dims: Shape, values: &[f32], tensor: &mut [f32]) -> Result<(), Error> {
+    for_each_run(part, &LocalSlice::whole(dims), &part.ranges, |first, base, places| {
+        for (element, place) in tensor[first..].iter_mut().zip(places) {
+            let value = values[base + place];
+            *element = if part.offset == 0.0 { value } else { value - part.offset };
         }
-        tensor[place] = if part.offset == 0.0 { values[element] } else { values[element] - part.offset };
-    }
+        Ok(())
+    })
 }
 
 pub(super) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {

@@ -50,7 +50,7 @@ const RUN: usize = 1 << 22;
 /// Calls `visit(first, base, places)` for each run of neighbouring elements of `part` within `ranges`, the part's share
 /// of the slice. The run begins at element `first` of the tensor; its element i goes to `base + places[i]` in the
 /// memory of the slice.
-fn for_each_run(
+pub(super) fn for_each_run(
     part: &TensorPart,
     slice: &LocalSlice,
     ranges: &[Range<usize>],
