@@ -1,6 +1,8 @@
 //! A partition as a table and as JSON.
 
+use indicatif::HumanCount;
 use meshwork::pipeline::partition::{Layer, Level, Method, Options, Plan, PlannedStage, Profile, States};
+use meshwork::tensor::memory::Bytes;
 use serde_json::{Value, json};
 use std::fmt;
 
@@ -117,21 +119,10 @@ impl fmt::Display for Report {
 
 /// `1 state`, `1,495 states`.
 fn count(number: usize, of: &str) -> String {
-    let digits = number.to_string();
-    let mut grouped = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
-    }
-    format!("{grouped} {of}{}", if number == 1 { "" } else { "s" })
+    format!("{} {of}{}", HumanCount(number as u64), if number == 1 { "" } else { "s" })
 }
 
 /// Bytes in binary units.
 fn size(bytes: f64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let scale = (0..units.len() - 1).find(|&unit| bytes < 1024f64.powi(unit as i32 + 1)).unwrap_or(units.len() - 1);
-    let value = bytes / 1024f64.powi(scale as i32);
-    if scale == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", units[scale]) }
+    Bytes(bytes.round() as u64).to_string()
 }

@@ -15,7 +15,7 @@
 use super::program::Program;
 use super::run::{Held, Record, TokenPlaces};
 use super::ulps::{Float, Values};
-use meshwork_core::{Axis, Coords, Mesh, Ty};
+use meshwork_core::{Axis, Coords, Mesh, Ty, tree};
 use meshwork_engine::program::Value;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::{self, Conflict};
@@ -224,16 +224,10 @@ fn join<T: Float>(parts: Vec<RankValue<T>>, ty: Ty, coords: Coords) -> Option<Ra
     Some(RankValue { rank, coords, dims, values })
 }
 
-/// The sum in a balanced tree that splits at the largest power of two below the number of parts, as in reductions.
+/// The sum in the balanced [tree] that reductions take.
 fn sum<T: Float>(parts: &[&[T]]) -> Vec<T> {
-    match parts {
-        [] => Vec::new(),
-        [one] => one.to_vec(),
-        _ => {
-            let (left, right) = parts.split_at(parts.len().next_power_of_two() / 2);
-            sum(left).into_iter().zip(sum(right)).map(|(left, right)| left + right).collect()
-        }
-    }
+    let element = |at: usize| tree::sum(&parts.iter().map(|part| part[at]).collect::<Vec<_>>(), |a, b| a + b);
+    (0..parts.first().map_or(0, |part| part.len())).map_while(element).collect()
 }
 
 /// The first two of these that differ.

@@ -7,10 +7,11 @@
 //! A model with [adapters](crate::config) is written with them added to its weights, or they are written alone, as a
 //! folder of PEFT.
 
-use super::CheckpointError;
+use super::{CheckpointError, dims_of, slice_of};
 use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault, LoraExport};
 use crate::data::{Data, END, byte_level};
 use crate::generate::Compressed;
+use meshwork_checkpoint::{Block, Slice, copy};
 use meshwork_core::{CommError, Group};
 use meshwork_engine::{Plan, StateKind, StateView, TrainError, Trainer, state_layout};
 use meshwork_models::huggingface::{self, AdapterExport, Export, Pretrained, tokenizer_files};
@@ -19,7 +20,6 @@ use meshwork_tensor::param::Adapters;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
-use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 const KEY: &str = "checkpoint.export";
@@ -249,31 +249,29 @@ pub(crate) fn export(
     }
 }
 
-/// A part of a parameter: a range of each dim.
-type Ranges = Vec<Range<usize>>;
-/// A slice of a parameter, and the first rank that holds it.
-type Slice = (Ranges, usize);
 /// Slices of a parameter with their elements, without padding.
-type Held = Vec<(Ranges, Vec<f32>)>;
+type Held = Vec<(Slice, Vec<f32>)>;
 
 /// The weights of a trainer, with copies of the slices that this rank is the first to hold.
 struct Weights<'a> {
     world: &'a Group,
-    slices: BTreeMap<String, Vec<Slice>>,
+    /// The slices of each parameter, and the first rank that holds each.
+    slices: BTreeMap<String, Vec<(Slice, usize)>>,
     mine: BTreeMap<String, Held>,
 }
 
 impl<'a> Weights<'a> {
     fn new(trainer: &'a Trainer, plan: &Plan) -> Result<Self, CheckpointError> {
         let world = trainer.rank().world();
-        let mut slices: BTreeMap<String, Vec<Slice>> = BTreeMap::new();
+        let mut slices: BTreeMap<String, Vec<(Slice, usize)>> = BTreeMap::new();
         let layout = state_layout(trainer.plan().model(), plan)?;
         let is_parameter = |kind| matches!(kind, StateKind::Parameter(_));
         for of in layout.into_iter().filter(|of| of.key.state.is_none() && is_parameter(of.kind)) {
             let held = slices.entry(of.key.parameter).or_default();
-            match held.iter_mut().find(|(ranges, _)| *ranges == of.slice.ranges) {
+            let slice = slice_of(&of.slice);
+            match held.iter_mut().find(|(held, _)| *held == slice) {
                 Some((_, first)) => *first = of.rank.min(*first),
-                None if of.slice.elements() > 0 => held.push((of.slice.ranges, of.rank)),
+                None if slice.elements() > 0 => held.push((slice, of.rank)),
                 None => {}
             }
         }
@@ -281,13 +279,12 @@ impl<'a> Weights<'a> {
         trainer.visit_state(
             |key| key.state.is_none() && slices.contains_key(&key.parameter),
             |StateView { key, slice, values, .. }| {
-                let first = |(ranges, rank): &Slice| *ranges == slice.ranges && *rank == world.rank();
-                if slices[&key.parameter].iter().any(first) {
-                    let extents: Vec<usize> = slice.ranges.iter().map(Range::len).collect();
-                    let mut dense = vec![0.0; slice.elements()];
-                    let stored: Vec<usize> = slice.stored.iter().copied().collect();
-                    each_row(&extents, &stored, |to, from| dense[to].copy_from_slice(&values[from]));
-                    mine.entry(key.parameter).or_default().push((slice.ranges, dense));
+                let (stored, slice) = (dims_of(slice.stored), slice_of(&slice));
+                if slices[&key.parameter].iter().any(|(of, first)| *of == slice && *first == world.rank()) {
+                    let mut dense = vec![0.0; slice.elements() as usize];
+                    let from = Block::padded(&slice, stored);
+                    copy(&slice, (&from, values), (&Block::from_slice(&slice), &mut dense));
+                    mine.entry(key.parameter).or_default().push((slice, dense));
                 }
                 Ok::<_, TrainError>(())
             },
@@ -321,8 +318,8 @@ impl<'a> Weights<'a> {
 
     /// Sends rank 0 the slices of a parameter that this rank is the first to hold.
     fn send(&self, spec: &ParamSpec) -> Result<(), CheckpointError> {
-        for (ranges, _) in self.of_spec(spec).iter().filter(|(_, first)| *first == self.world.rank()) {
-            let values = self.own(spec, ranges);
+        for (slice, _) in self.of_spec(spec).iter().filter(|(_, first)| *first == self.world.rank()) {
+            let values = self.own(spec, slice);
             self.world.send_slice(values, 0, values.len() as u64)?;
         }
         Ok(())
@@ -333,49 +330,26 @@ impl<'a> Weights<'a> {
         self.world.heartbeat();
         let mut whole = vec![0.0; spec.dims.count()];
         let mut received = Vec::new();
-        for (ranges, first) in self.of_spec(spec) {
+        let into = Block::from_slice(&Slice::whole(&dims_of(spec.dims)));
+        for (slice, first) in self.of_spec(spec) {
             let values = if *first == self.world.rank() {
-                self.own(spec, ranges)
+                self.own(spec, slice)
             } else {
-                let count = ranges.iter().map(Range::len).product();
-                received.resize(count, 0.0);
-                self.world.recv_slice(&mut received, *first, count as u64)?;
+                received.resize(slice.elements() as usize, 0.0);
+                self.world.recv_slice(&mut received, *first, slice.elements())?;
                 &received
             };
-            let extents: Vec<usize> = ranges.iter().map(Range::len).collect();
-            let dims: Vec<usize> = spec.dims.iter().copied().collect();
-            let strides = |dim: usize| dims[dim + 1..].iter().product::<usize>();
-            let start: usize = ranges.iter().enumerate().map(|(dim, range)| range.start * strides(dim)).sum();
-            each_row(&extents, &dims, |from, to| {
-                whole[start + to.start..start + to.end].copy_from_slice(&values[from])
-            });
+            copy(slice, (&Block::from_slice(slice), values), (&into, &mut whole));
         }
         Ok(whole)
     }
 
-    fn of_spec(&self, spec: &ParamSpec) -> &[Slice] {
+    fn of_spec(&self, spec: &ParamSpec) -> &[(Slice, usize)] {
         self.slices.get(&spec.name).map_or(&[], Vec::as_slice)
     }
 
-    fn own(&self, spec: &ParamSpec, ranges: &[Range<usize>]) -> &[f32] {
+    fn own(&self, spec: &ParamSpec, slice: &Slice) -> &[f32] {
         let own = self.mine.get(&spec.name).into_iter().flatten();
-        own.into_iter().find(|(of, _)| of == ranges).map_or(&[], |(_, values)| values)
-    }
-}
-
-/// Calls
-/// `visit(elements of a dense block of these extents, elements of the memory of these extents that it is the first corner of)`
-/// for each row along the last dim.
-fn each_row(extents: &[usize], memory: &[usize], mut visit: impl FnMut(Range<usize>, Range<usize>)) {
-    let width = extents.last().copied().unwrap_or(1);
-    let rows: usize = extents.iter().rev().skip(1).product();
-    for row in 0..rows {
-        let (mut rest, mut at, mut step) = (row, 0, memory.last().copied().unwrap_or(1));
-        for dim in (0..extents.len().saturating_sub(1)).rev() {
-            at += rest % extents[dim] * step;
-            rest /= extents[dim];
-            step *= memory[dim];
-        }
-        visit(row * width..(row + 1) * width, at..at + width);
+        own.into_iter().find(|(of, _)| of == slice).map_or(&[], |(_, values)| values)
     }
 }
