@@ -39,7 +39,7 @@ def draw(events):
     for point in held:
         x, y = place(point)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if point == best else 3}" fill="{COLOURS[1]}"/>'
-    for index, what in enumerate(["of each step's examples", f"of examples held out; the lowest is {best[1]:.2f}, at step {best[0]}"]):
+    for index, what in enumerate(["of each step's examples", f"of examples held out; the lowest is {best[1]:.2g}, at step {best[0]}"]):
         y = TOP + 16 + 17 * index
         yield f'<path d="M430 {y}h34" stroke="{COLOURS[index]}" stroke-width="2.5"/>'
         yield text(474, y + 4.5, what, "start")

@@ -1,13 +1,13 @@
 //! Fine-tunes a model on questions and answers, over any mesh, ends when it gets no better, and keeps its best weights.
 //!
 //! ```text
-//! cargo run --release --example finetune                              # a small Llama learns to add, on one rank
+//! cargo run --release --example finetune                              # a small Llama learns capitals, on one rank
 //! cargo run --release --example finetune -- --mesh dp=2,tp=2 --dpo
 //! cargo run --release --features tokenizers --example finetune -- --data chat.jsonl --set model.init_from=DIR \
 //!     --set checkpoint.dir=CHECKPOINTS --set checkpoint.best=true --set checkpoint.export=OUT
 //! ```
-//! Without `--data` it writes examples of its own: sums. With `--dpo` an adapter learns to prefer the chosen one of two
-//! answers. `docs/finetune.md` has the files, the settings, and what a run prints.
+//! Without `--data` it writes examples of its own: questions about capitals. With `--dpo` an adapter learns to prefer
+//! the chosen one of two answers. `docs/finetune.md` has the files, the settings, and what a run prints.
 
 #[path = "../shared/output.rs"]
 mod output;
@@ -40,26 +40,51 @@ const DPO: [&str; 2] = ["training.objective=dpo", "lora.rank=8"];
 const FOLDER: &str = "target/finetune";
 
 /// The settings of a run without data.
-const SUMS: [&str; 8] = [
+const DEMO: [&str; 8] = [
     "model.preset=llama-tiny",
     "model.vocab_size=257", // a byte, or the end of an answer
     "model.seq_len=128",
-    "data.path=target/finetune/sums.jsonl",
+    "data.path=target/finetune/capitals.jsonl",
     "data.end_of_text=256",
     "checkpoint.dir=target/finetune/checkpoints",
     "checkpoint.best=true",
     "checkpoint.export=target/finetune/model",
 ];
 
-/// 2,000 lines such as `{"prompt": "17 + 25 = ", "completion": "42.", "chosen": "42.", "rejected": "43."}`.
-fn sums() -> String {
-    let line = |(a, b, c, d): (u64, u64, u64, u64)| {
+/// What is asked for: each country and its capital.
+const CAPITALS: &str = "Austria Vienna, Belgium Brussels, Bulgaria Sofia, Canada Ottawa, Chile Santiago, China Beijing, \
+    Cuba Havana, Denmark Copenhagen, Egypt Cairo, Finland Helsinki, France Paris, Germany Berlin, Greece Athens, \
+    Hungary Budapest, Iceland Reykjavik, Ireland Dublin, Italy Rome, Japan Tokyo, Kenya Nairobi, Morocco Rabat, \
+    Norway Oslo, Peru Lima, Poland Warsaw, Portugal Lisbon, Romania Bucharest, Spain Madrid, Sweden Stockholm, \
+    Thailand Bangkok, Turkey Ankara, Ukraine Kyiv";
+
+/// What may stand in front of a question.
+const BEGINNINGS: [&str; 4] = ["", "Question: ", "Tell me: ", "Please answer: "];
+
+/// The questions about a country.
+const QUESTIONS: [&str; 5] = [
+    "What is the capital of _?",
+    "Which city is the capital of _?",
+    "The capital of _ is called what?",
+    "_ has which capital?",
+    "What is the name of _'s capital?",
+];
+
+/// Each question about each country behind each beginning, shuffled, in lines such as
+/// `{"prompt": "Italy has which capital? ", "completion": "Rome.", "chosen": "Rome.", "rejected": "Tokyo."}`.
+fn questions() -> String {
+    let capitals: Vec<_> = CAPITALS.split(", ").filter_map(|pair| pair.split_once(' ')).collect();
+    let lines = capitals.len() * QUESTIONS.len() * BEGINNINGS.len();
+    let line = |at: usize| {
+        let ((country, right), (_, wrong)) = (capitals[at % capitals.len()], capitals[(at + 1) % capitals.len()]);
+        let way = at / capitals.len();
+        let (begin, question) = (BEGINNINGS[way % BEGINNINGS.len()], QUESTIONS[way / BEGINNINGS.len()]);
+        let prompt = format!("{begin}{} ", question.replace('_', country));
         format!(
-            "{{\"prompt\": \"{a} + {b} = \", \"completion\": \"{c}.\", \"chosen\": \"{c}.\", \"rejected\": \"{d}.\"}}\n"
+            "{{\"prompt\": \"{prompt}\", \"completion\": \"{right}.\", \"chosen\": \"{right}.\", \"rejected\": \"{wrong}.\"}}\n"
         )
     };
-    let numbers = (0..2000u64).map(|at| (at * 7919 % 45, at * 104_729 % 53));
-    numbers.map(|(a, b)| line((a, b, a + b, a + b + 1))).collect()
+    (0..lines).map(|at| line(at * 7919 % lines)).collect()
 }
 
 /// The words of the command line behind the settings of this program.
@@ -73,8 +98,8 @@ fn words() -> io::Result<Vec<String>> {
     }
     _ = fs::remove_dir_all(FOLDER); // of the run before, if there was one
     fs::create_dir_all(FOLDER)?;
-    fs::write(format!("{FOLDER}/sums.jsonl"), sums())?;
-    Ok([sets(&SETTINGS), sets(&SUMS), given].concat())
+    fs::write(format!("{FOLDER}/capitals.jsonl"), questions())?;
+    Ok([sets(&SETTINGS), sets(&DEMO), given].concat())
 }
 
 fn main() -> ExitCode {

@@ -2,7 +2,9 @@
 
 use crate::example;
 use crate::program::{SMALL, folder, lines, numbers, succeed};
+use serde_json::Value;
 use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
 
 #[test]
@@ -31,18 +33,41 @@ fn every_optimizer_and_schedule_of_the_rate_learns() {
     }
 }
 
+/// Runs the example of fine-tuning without data, and returns the folder of its run.
+fn fine_tuned(name: &str, settings: &str) -> PathBuf {
+    let folder = folder(name);
+    let mut finetune = Command::new(example::program("finetune"));
+    let ended = finetune.args(settings.split_whitespace()).current_dir(&folder).output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    folder.join("target/finetune")
+}
+
 /// Its model had no token that ends an answer, and a generated one went on to the end of the sequence.
 #[test]
 fn the_model_of_the_example_of_fine_tuning_ends_its_answers() {
-    let folder = folder("finetune");
-    let mut finetune = Command::new(example::program("finetune"));
-    let ended = finetune.args(["--steps", "1", "--set", "model.hidden_size=16"]).current_dir(&folder).output().unwrap();
-    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-    let of = |file: &str| fs::read_to_string(folder.join("target/finetune/model").join(file)).unwrap();
-    let number = |file: &str, key: &str| serde_json::from_str::<serde_json::Value>(&of(file)).unwrap()[key].clone();
+    let model = fine_tuned("finetune", "--steps 1 --set model.hidden_size=16").join("model");
+    let of = |file: &str| fs::read_to_string(model.join(file)).unwrap();
+    let number = |file: &str, key: &str| serde_json::from_str::<Value>(&of(file)).unwrap()[key].clone();
     assert_eq!(
         (number("generation_config.json", "eos_token_id"), number("config.json", "vocab_size")),
         (256.into(), 257.into())
     );
     assert!(of("tokenizer.json").contains("<|endoftext|>"), "the text of the token");
+}
+
+/// It was given sums, of which its model learnt the form alone: one answer of 60 was right.
+#[test]
+fn the_example_of_fine_tuning_answers_what_it_held_out() {
+    let run = fine_tuned("answers", "--steps 400 --set model.hidden_size=64 --set model.num_layers=2");
+    let held_out = lines(&run.join("capitals.jsonl")).split_off(590);
+    let wrong = held_out.iter().filter_map(|example| {
+        let [prompt, right] = ["prompt", "completion"].map(|key| example[key].as_str().unwrap());
+        let mut generate = Command::new(example::program("generate"));
+        generate.args(["--tokenizer", "bytes", "--temperature", "0", "--prompt", prompt, "--model"]);
+        let answered = generate.arg(run.join("model")).output().unwrap();
+        let text = String::from_utf8_lossy(&answered.stdout).trim_end().to_owned();
+        (text != format!("{prompt}{right}")).then_some(text)
+    });
+    let wrong: Vec<_> = wrong.collect();
+    assert!(wrong.len() <= 2, "of the last {} examples: {wrong:?}", held_out.len());
 }
