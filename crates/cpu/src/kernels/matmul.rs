@@ -32,8 +32,8 @@ use std::thread::LocalKey;
 pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
     Full(&'a [T], Strides),
-    /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in
-    /// [`Precision::Bf16`], which give the same bits with the operand in full.
+    /// Stored in `bf16`; only for products of `f32`, which give the same bits with the operand in full. Packing widens
+    /// it, so that no copy of the whole exists.
     Rounded(&'a [bf16], Strides),
 }
 
@@ -69,8 +69,8 @@ pub enum Epilogue<'a, T> {
 /// `C = A · B` or `C += A · B`, on this thread.
 ///
 /// Panics if an operand is shorter than its dims and strides require, if an operand is stored rounded but the product
-/// does not round, or if elements of `C` overlap or have gaps along both rows and columns. With `k = 0` the product is
-/// zero.
+/// is not one of `f32`, or if elements of `C` overlap or have gaps along both rows and columns. With `k = 0` the
+/// product is zero.
 pub fn gemm<T: Float>(factors: Factors<'_, T>, c: (&mut [T], Strides), update: Update) {
     serial(factors, None, c, update, Epilogue::Nothing);
 }
@@ -148,7 +148,7 @@ pub fn gemm_cut<T: Float>(
             let b = b.from(l, j);
             let packed = path.map(|path| {
                 packed.dims = [terms, columns];
-                pool::for_each(packed.parts(path), |part| pack(precision, path, b, part));
+                pool::for_each(packed.parts(path), |part| pack(path, b, part));
                 &packed
             });
             let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
@@ -208,16 +208,13 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// Panics unless this is a matrix with these numbers of rows and columns, for a product in this precision.
-    fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
+    /// Panics unless this is a matrix with these numbers of rows and columns, stored for a product of `T`.
+    fn check(self, name: &str, [rows, columns]: [usize; 2]) {
         let len = match self {
             MatmulOperand::Full(x, _) => x.len(),
             MatmulOperand::Rounded(x, _) => {
                 let product = std::any::type_name::<T>();
-                assert!(
-                    T::narrows(precision),
-                    "{name}: stored in bf16, but a product of {product} in {precision:?} does not round to it"
-                );
+                assert!(T::WIDENS, "{name}: stored in bf16, but a product of {product} reads {product} alone");
                 x.len()
             }
         };
@@ -243,11 +240,11 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
 }
 
 impl<T: Float> Factors<'_, T> {
-    /// Panics unless both fit the dims and the precision.
+    /// Panics unless both fit the dims and the type.
     fn check(self) {
-        let Factors { precision, dims: [m, n, k], a, b } = self;
-        a.check("A", [m, k], precision);
-        b.check("B", [k, n], precision);
+        let Factors { dims: [m, n, k], a, b, .. } = self;
+        a.check("A", [m, k]);
+        b.check("B", [k, n]);
     }
 }
 
@@ -324,9 +321,9 @@ impl Packed {
     }
 }
 
-/// Packs a part of `b` in a precision that has been [checked](MatmulOperand::check). Only `f32` has a path.
-fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (PackedPart, &mut [f32])) {
-    b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
+/// Packs a part of `b`. Only `f32` has a path.
+fn pack<T: Float>(path: Path, b: MatmulOperand<'_, T>, (piece, to): (PackedPart, &mut [f32])) {
+    b.check("B", [piece.l + piece.k, piece.j + piece.columns]);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
     // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, because it
     // came from `T::path`.
@@ -533,6 +530,8 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
 
 impl Product for f32 {
     const ROUTINE: Routine<f32> = matrixmultiply::sgemm;
+
+    const WIDENS: bool = true;
 
     fn sums() -> &'static LocalKey<Sums<f32>> {
         thread_local!(static SUMS: Sums<f32> = const { RefCell::new(Vec::new()) });

@@ -41,6 +41,9 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// The product where [`path`](Self::path) has none.
     const ROUTINE: Routine<Self>;
 
+    /// Whether operands may be stored in `bf16`: only for `f32`.
+    const WIDENS: bool = false;
+
     /// This thread's room for sums.
     fn sums() -> &'static LocalKey<Sums<Self>>;
 

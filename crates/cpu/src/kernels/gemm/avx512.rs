@@ -39,7 +39,12 @@ impl Micro for Avx512 {
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
-        unsafe { pack(strip, to, step) }
+        unsafe {
+            match strip.from {
+                Elements::Full(_) => pack(strip, to, step),
+                Elements::Rounded(from) => widen(strip, from, to, step),
+            }
+        }
     }
 }
 
@@ -198,12 +203,73 @@ unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), 
             *x = unsafe { _mm512_maskz_loadu_ps(mask, from.add(lane * apart)) };
         }
     }
+    // SAFETY: the packed form of these lanes.
+    unsafe { store_columns(x, k, to, step) }
+}
+
+/// Stores the first `k` columns of a matrix of 16 by 16, `step` words apart.
+///
+/// # Safety
+/// `to` is writable for them.
+#[target_feature(enable = "avx512f")]
+unsafe fn store_columns(x: [__m512; LANES], k: usize, to: *mut f32, step: usize) {
     for (l, x) in transposed(x).iter().enumerate() {
         if l < k {
             // SAFETY: vector l of the packed form.
             unsafe { _mm512_storeu_ps(to.add(l * step), *x) };
         }
     }
+}
+
+/// [`Micro::pack`] of elements stored in `bf16`, which begin at `from`, as `f32`.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx512f")]
+unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
+    let Strip { lanes, k, apart, along, .. } = strip;
+    if apart == 1 {
+        for l in 0..k {
+            // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
+            unsafe { _mm512_storeu_ps(to.add(l * step), widened(from.add(l * along), lanes)) };
+        }
+    } else if along == 1 {
+        for l in (0..k).step_by(LANES) {
+            let terms = (k - l).min(LANES);
+            let mut x = [_mm512_setzero_ps(); LANES];
+            for (lane, x) in x.iter_mut().enumerate() {
+                if lane < lanes {
+                    // SAFETY: terms of this lane.
+                    *x = unsafe { widened(from.add(l + lane * apart), terms) };
+                }
+            }
+            // SAFETY: the packed form of these terms.
+            unsafe { store_columns(x, terms, to.add(l * step), step) };
+        }
+    } else {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { strip.gather::<LANES>(to, step) }
+    }
+}
+
+/// `len` elements of 16 bits as `f32`, at least one and at most 16, then zeros.
+///
+/// # Safety
+/// They are readable.
+#[target_feature(enable = "avx512f")]
+unsafe fn widened(from: *const bf16, len: usize) -> __m512 {
+    // SAFETY: the caller's promise. Beside vectors of bytes and halves (`avx512bw`), only whole vectors of halves load
+    // without a copy.
+    let halves = unsafe {
+        if len >= LANES {
+            _mm256_loadu_si256(from.cast())
+        } else {
+            let mut some = [bf16::ZERO; LANES];
+            std::ptr::copy_nonoverlapping(from, some.as_mut_ptr(), len);
+            _mm256_loadu_si256(some.as_ptr().cast())
+        }
+    };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
 }
 
 /// Transposes rows to columns.

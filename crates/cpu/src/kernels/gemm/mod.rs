@@ -41,7 +41,8 @@
 //! strides, so that packed and unpacked operands use the same instructions. A packed operand consists of words of 32
 //! bits: one `f32`, or two terms in `bf16`.
 //!
-//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies instead of converting. In
+//! An operand may also be stored in `bf16` ([`Elements`]). In `f32` packing widens it, which is exact, and it is never
+//! read in place; in `bf16` packing copies instead of converting. In
 //! memory, the first of two neighbours is in the lower half of a word, so rows of A are copied with swapped halves and
 //! stay rows; if terms are in rows, two rows are interleaved.
 //!
@@ -276,7 +277,7 @@ impl Path {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Elements {
     Full(*const f32),
-    /// Already rounded; only for products in [`Precision::Bf16`].
+    /// Stored in `bf16`.
     Rounded(*const bf16),
 }
 
@@ -333,7 +334,7 @@ pub(super) enum Right {
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, then `finish`. With `k = 0` the product is zero.
 ///
 /// # Safety
-/// The CPU runs `path`, which is one in `bf16` if elements are rounded. Each pointer with its (row, column) strides is
+/// The CPU runs `path`. Each pointer with its (row, column) strides is
 /// valid for the whole matrix, C for writing and with one of its strides 1, except along a dim of 1; elements of C do
 /// not overlap each other, A, B or the memory of `finish`. With a packed B or a `finish`, the rows of C are contiguous.
 /// A packed B is as described at [`Right`].
@@ -399,7 +400,7 @@ pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Pa
 /// Packs a piece of B.
 ///
 /// # Safety
-/// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for
+/// The CPU runs `path`; `b` with its strides is valid for the piece, and `to` for
 /// writing its words.
 pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: PackedPart, to: *mut f32) {
     let PackedPart { l, k, j, columns } = piece;

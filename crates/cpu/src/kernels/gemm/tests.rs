@@ -401,16 +401,18 @@ fn rounded_operands_have_the_bits_of_full_ones() {
         let (a, b) = (operand("a", m * k), operand("b", k * n));
         let strides = |by_rows, rows, columns| if by_rows { (columns, 1) } else { (1, rows) };
         let (a_strides, b_strides) = (strides(choices.coin(), m, k), strides(choices.coin(), k, n));
-        for path in paths(Precision::Bf16) {
+        // In f32 the full operands are the widened ones.
+        let in_f32 = paths(Precision::F32).into_iter().map(|path| (path, 1));
+        for (path, full) in paths(Precision::Bf16).into_iter().map(|path| (path, 0)).chain(in_f32) {
             let product = |a: &Kept, b: &Kept| {
                 let mut c = vec![f32::NAN; m * n];
                 let (a, b) = ((a.elements(), a_strides), Right::Strided(b.elements(), b_strides));
-                // SAFETY: the path runs here and is one in bf16; all matrices are dense.
+                // SAFETY: the path runs here; all matrices are dense.
                 unsafe { product(path, dims, a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite, Plain) };
                 bits(&c)
             };
-            let want = product(&a[0], &b[0]);
-            for (i, j) in [(0, 2), (2, 0), (2, 2), (1, 2), (2, 1)] {
+            let want = product(&a[full], &b[full]);
+            for (i, j) in [(full, 2), (2, full), (2, 2), (1, 2), (2, 1)] {
                 assert!(product(&a[i], &b[j]) == want, "{path:?}, {dims:?}, {a_strides:?}, {b_strides:?}: {i}, {j}");
             }
         }

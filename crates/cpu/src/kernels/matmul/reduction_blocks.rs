@@ -132,9 +132,9 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
             packed.parts(path).map(move |part| (b, part))
         });
         if n * k < PACKED_ALONE {
-            parts.for_each(|(b, part)| pack(precision, path, b, part));
+            parts.for_each(|(b, part)| pack(path, b, part));
         } else {
-            pool::for_each(parts, |(b, part)| pack(precision, path, b, part));
+            pool::for_each(parts, |(b, part)| pack(path, b, part));
         }
     }
     let of_block = runs[0].len();
