@@ -106,7 +106,7 @@ impl Matmul for Cpu {
         bias: &Buffer,
         stored: DType,
     ) -> Result<(Buffer, Buffer)> {
-        for_float!(self, "matmul", w, T => {
+        for_float!(self, "matmul", bias, T => {
             let bias = bias.as_slice::<T>()?;
             let mut y = self.alloc(T::DTYPE, m * n)?;
             let product = y.as_mut_slice::<T>()?;
@@ -118,7 +118,7 @@ impl Matmul for Cpu {
     }
 
     fn linear_swiglu(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)> {
-        for_float!(self, "matmul", w, T => {
+        for_widened!(self, "matmul", w, T => {
             let mut y = self.alloc(T::DTYPE, m * n)?;
             let product = y.as_mut_slice::<T>()?;
             let activated = self.stored::<T>("matmul", (T::DTYPE, stored), m * n / 2, |out| {
@@ -187,16 +187,14 @@ impl Cpu {
         Ok([self.operand_of(a, strides(a_transposed, m, k))?, self.operand_of(b, strides(b_transposed, k, n))?])
     }
 
-    /// An operand of a product of `T`, which may have been stored as a matmul operand.
+    /// An operand of a product of `T`, which may be stored in bf16 if that is f32.
     pub(super) fn operand_of<'a, T: Float + Element>(
         &self,
         x: &'a Buffer,
         strides: Strides,
     ) -> Result<MatmulOperand<'a, T>> {
         match x.dtype() {
-            DType::Bf16 if self.operand_dtype(T::DTYPE) == DType::Bf16 => {
-                Ok(MatmulOperand::Rounded(x.as_slice()?, strides))
-            }
+            DType::Bf16 if T::WIDENS => Ok(MatmulOperand::Rounded(x.as_slice()?, strides)),
             DType::Bf16 => Err(self.unsupported("matmul", DType::Bf16)),
             _ => Ok(MatmulOperand::Full(x.as_slice()?, strides)),
         }

@@ -83,7 +83,7 @@ impl Linear {
 
     /// `x [.., in..] → [.., out..]`.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let weight = tape.param(self.weight)?;
+        let weight = tape.matrix(self.weight)?;
         match self.bias {
             Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, self.contract),
             None => x.linear(&weight, self.contract),

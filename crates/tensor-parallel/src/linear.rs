@@ -79,7 +79,7 @@ impl ColumnLinear {
     /// `x [.., input]`, `Replicate` on tp, → `[.., out..]`, `Shard` along the dim `cut` of `out`, which has 1/tp of its
     /// extent on each rank.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        let weight = tape.param(self.weight)?;
+        let weight = tape.matrix(self.weight)?;
         if let Some(bias) = self.bias { x.linear_bias(&weight, &tape.param(bias)?, 1) } else { x.linear(&weight, 1) }
     }
 
@@ -91,7 +91,7 @@ impl ColumnLinear {
             return self.adapters.add_column(self.forward(tape, x)?, &inner);
         };
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
-        x.linear_plus(&tape.param(self.weight)?, bias.as_ref(), 1, [inner, &tape.param(b)?])
+        x.linear_plus(&tape.matrix(self.weight)?, bias.as_ref(), 1, [inner, &tape.param(b)?])
     }
 
     /// `y`, the result of [`forward`](Self::forward), and what the adapters of the weight add to it, as
@@ -108,7 +108,7 @@ impl ColumnLinear {
     /// [`forward`](Self::forward) of two layers that read the same x, whose gradient is computed for
     /// [both at once](Var::linear_pair).
     pub fn forward_pair(pair: [&Self; 2], tape: &Tape, x: &Var) -> Result<[Var; 2]> {
-        let [w, v] = [tape.param(pair[0].weight)?, tape.param(pair[1].weight)?];
+        let [w, v] = [tape.matrix(pair[0].weight)?, tape.matrix(pair[1].weight)?];
         let [b, c] = pair.map(|layer| layer.bias.map(|bias| tape.param(bias)).transpose());
         x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
     }
@@ -116,7 +116,7 @@ impl ColumnLinear {
     /// `gelu(x · Wᵀ + b)`, in one pass: shape and type of [`forward`](Self::forward).
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
-        x.linear_gelu(&tape.param(self.weight)?, bias.as_ref(), 1)
+        x.linear_gelu(&tape.matrix(self.weight)?, bias.as_ref(), 1)
     }
 
     /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: `[.., features/tp]`, `Shard` along
@@ -124,7 +124,7 @@ impl ColumnLinear {
     pub fn forward_swiglu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         match self.bias {
             Some(_) => self.forward(tape, x)?.swiglu(),
-            None => x.linear_swiglu(&tape.param(self.weight)?, 1),
+            None => x.linear_swiglu(&tape.matrix(self.weight)?, 1),
         }
     }
 }
@@ -151,7 +151,7 @@ impl ReplicatedLinear {
     /// `x [.., input]` → `[.., output]`, of the same types.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let inner = self.adapters.of_whole(tape, x)?;
-        self.adapters.add_column(x.linear(&tape.param(self.weight)?, 1)?, &inner)
+        self.adapters.add_column(x.linear(&tape.matrix(self.weight)?, 1)?, &inner)
     }
 }
 
@@ -200,7 +200,7 @@ impl RowLinear {
     /// dropping an element.
     pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
         let inner = self.adapters.of_row(tape, x, region)?;
-        let y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
+        let y = region.leave(&x.linear(&tape.matrix(self.weight)?, self.contract)?)?;
         let mut y = self.adapters.add_row(tape, y, &inner, region)?;
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         if let (Some(bias), Some(residual), 0.0) = (&bias, residual, dropout) {

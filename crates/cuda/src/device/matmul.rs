@@ -63,10 +63,16 @@ impl CudaDevice {
     }
 
     /// The operand that products in a precision read: in low precision a rounded copy, unless it has bf16 already, or
-    /// who multiplies rounds f32 to TF32 itself.
+    /// who multiplies rounds f32 to TF32 itself; else of one in bf16 a widened copy, which is exact in TF32 too.
     pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision, rounds: bool) -> Result<Buffer> {
-        if precision == Precision::Bf16 && x.dtype() == DType::Bf16 {
-            return Ok(x.clone());
+        match (precision, x.dtype()) {
+            (Precision::Bf16, DType::Bf16) => return Ok(x.clone()),
+            (_, DType::Bf16) if self.precision != Precision::Bf16 => {
+                let mut wide = self.scratch(DType::F32, x.count())?;
+                self.cast_into(x, &mut wide, 0)?;
+                return Ok(wide);
+            }
+            _ => {}
         }
         self.f32s(op, &[x])?;
         if precision == Precision::F32 || precision == Precision::Tf32 && rounds {

@@ -94,7 +94,8 @@ fn product_flops(mnk: [usize; 3]) -> u64 {
 kernels! {
     /// Matrix products. The bits of a result depend only on k and its reduction blocks, never on m, n, layout or thread
     /// count. Either operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the
-    /// same bits. The results of `gemm`, `gemm_sum` and `linear_bias`, and the bias, may have 16 bits.
+    /// same bits; and in bf16 on any device, in products of f32, with the bits of a widened copy, unless the product is
+    /// [exact](Gemm::exact). The results of `gemm`, `gemm_sum` and `linear_bias`, and the bias, may have 16 bits.
     pub trait Matmul at matmul {
         /// Computes `spec` into the elements of `c` from `start` on.
         fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>
@@ -114,7 +115,7 @@ kernels! {
         /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, bitwise equal to the product followed by
         /// [`bias`](super::Pointwise::bias).
         fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>
-            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves({
+            | profile(= Traffic::product("gemm nt + bias", mnk, bias.dtype(), &[x, w, bias])), halves({
                   let bias = if are_alike(&[w, bias]) { bias.clone() } else { self.wide(bias)? };
                   let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.factor(w)?, &bias)?;
                   self.rounded(y, w.dtype())
@@ -132,7 +133,7 @@ kernels! {
             bias: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves({
+            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, bias.dtype(), &[x, w, bias])), halves({
                   if !w.dtype().is_half() {
                       return self.inner.matmul()?.linear_bias_gelu(mnk, &self.factor(x)?, w, &self.wide(bias)?, stored);
                   }
@@ -144,7 +145,7 @@ kernels! {
         /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`),
         /// bitwise equal to the two calls in sequence.
         fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves({
+            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype().widened(), &[x, w])), halves({
                   if !w.dtype().is_half() {
                       return self.inner.matmul()?.linear_swiglu(mnk, &self.factor(x)?, w, stored);
                   }
@@ -152,6 +153,7 @@ kernels! {
                   let gated = self.swiglu(&product, stored)?;
                   Ok((product, gated))
               }),
-              meta(flops Matmul: product_flops(mnk); w => mnk[0] * mnk[1], stored => mnk[0] * mnk[1] / 2);
+              meta(flops Matmul: product_flops(mnk);
+                   w.dtype().widened() => mnk[0] * mnk[1], stored => mnk[0] * mnk[1] / 2);
     }
 }

@@ -350,15 +350,17 @@ impl Op for Linear {
             Then::Nothing => {
                 let w = &cx.share(w)?;
                 // An exact product is in the type of x, whatever its weights are stored in.
-                let mut y = device.alloc(if self.product.exact { x.dtype() } else { w.dtype() }, m * n)?;
+                let dtype = if self.product.exact { x.dtype() } else { cx.product_dtype(w) };
+                let mut y = device.alloc(dtype, m * n)?;
                 matmul.gemm(self.product.spec(), x.buffer(), w.buffer(), &mut y, 0)?;
                 y
             }
             Then::Bias(_) => matmul.linear_bias([m, n, k], x.buffer(), w.buffer(), inputs[2].buffer())?,
             Then::Gelu(bias) => {
                 let out = self.product.out();
-                let b = or_zeros(bias.map(|_| inputs[2].clone()), w, out)?;
-                let stored = device.operand_dtype(w.dtype());
+                let dtype = cx.product_dtype(w);
+                let b = bias.map_or_else(|| Tensor::zeros(device, dtype, out), |_| Ok(inputs[2].clone()))?;
+                let stored = device.operand_dtype(dtype);
                 let (product, y) = matmul.linear_bias_gelu([m, n, k], x.buffer(), w.buffer(), b.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
                 if bias.is_some() {
@@ -373,7 +375,7 @@ impl Op for Linear {
                 y
             }
             Then::Swiglu(_) => {
-                let stored = device.operand_dtype(w.dtype());
+                let stored = device.operand_dtype(cx.product_dtype(w));
                 let (product, y) = matmul.linear_swiglu([m, n, k], x.buffer(), w.buffer(), stored)?;
                 cx.save(&Tensor::from_buffer(device, product, shape)?)?;
                 let gated = gated.unwrap_or_default();

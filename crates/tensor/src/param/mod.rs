@@ -64,7 +64,8 @@ pub struct ParamSpec {
     pub init: Init,
     /// How it is updated.
     pub group: ParamGroup,
-    /// The form in which it is stored in fewer bits, as a frozen weight may be: each read restores its numbers.
+    /// The form in which it is stored in fewer bits, as a frozen weight may be: each read restores its numbers, or
+    /// products [read](crate::Tape::matrix) those in bf16 as they are.
     pub packed: Option<Values>,
 }
 

@@ -11,6 +11,7 @@ use crate::memory::Category;
 use meshwork_compress::{CompressError, Draws, Fold, Per, Scales, Scheme, Shape, Values, wire_bytes};
 use meshwork_core::{Buffer, DType, Mesh};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Messages begin at multiples of this many bytes.
 const ALIGNMENT: usize = 16;
@@ -61,6 +62,22 @@ impl Packed {
             self.unpack(device, flats, rank * self.bytes.end + self.bytes.start, count, (&mut values, first))?;
         }
         Ok(values)
+    }
+
+    /// The numbers as products read them: those in bf16 where they lie, if one message has all of them; others
+    /// [restored](Self::restore).
+    pub fn matrix(&self, device: &dyn Device, flats: &Buffer, dtype: DType) -> Result<Buffer> {
+        let (size, end) = (DType::Bf16.size(), flats.offset() + self.bytes.end);
+        let lies = cfg!(target_endian = "little") && self.share == self.count && end.is_multiple_of(size);
+        match self.scheme {
+            Scheme::Values(Values::Bf16) if lies => {
+                // The elements are the end of the message.
+                let end = end / size;
+                let all = Buffer::from_memory(Arc::clone(flats.memory()), DType::Bf16, end)?;
+                Ok(all.slice(end - self.count..end)?)
+            }
+            _ => self.restore(device, flats, dtype),
+        }
     }
 
     /// The numbers that are stored here, in memory of their own.
@@ -236,6 +253,23 @@ mod tests {
         let all = device.zeros(DType::U8, 5 * bytes).unwrap();
         assert_eq!(of(0..16).restore(&*device, &all, DType::F32).unwrap().count(), 50);
         assert_eq!(of(48..50).restore_part(&*device, &all).unwrap().count(), 2);
+    }
+
+    /// Products read a message in bf16 where it lies; parts of several ranks, and other forms, are restored.
+    #[test]
+    fn products_read_bf16_as_it_is_stored() {
+        let device = crate::meta::Meta::device();
+        let read = |values, share: usize, ranks: usize| {
+            let spec = spec(&[6, 8], Placement::replicated(), values);
+            let packed = Packed::new(&spec, 48, share, 0..share, 5).unwrap().unwrap();
+            let flats = device.zeros(DType::U8, ranks * packed.end()).unwrap();
+            let matrix = packed.matrix(&*device, &flats, DType::F32).unwrap();
+            assert_eq!(matrix.count(), 48);
+            (matrix.dtype(), matrix.memory().bytes() == flats.bytes(), matrix.offset())
+        };
+        assert_eq!(read(Values::Bf16, 48, 1), (DType::Bf16, true, (ALIGNMENT + 16) / 2));
+        assert_eq!(read(Values::Bf16, 24, 2), (DType::F32, false, 0));
+        assert_eq!(read(Values::Int8 { per: Per::Block(8) }, 48, 1), (DType::F32, false, 0));
     }
 
     #[test]

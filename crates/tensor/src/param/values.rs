@@ -178,6 +178,24 @@ impl Params {
     /// # Errors
     /// An id that other declarations gave; of a flat buffer that is stored in part, those of [`Gather::whole`].
     pub fn value(&self, id: ParamId) -> Result<Tensor> {
+        self.read_by(id, Packed::restore)
+    }
+
+    /// The value of a parameter as [products](crate::kernel::Matmul) read it: a packed one in bf16 as it is stored, in
+    /// shared memory, if one rank stores all of it; any other as [`value`](Self::value).
+    ///
+    /// # Errors
+    /// As [`value`](Self::value).
+    pub fn matrix(&self, id: ParamId) -> Result<Tensor> {
+        self.read_by(id, Packed::matrix)
+    }
+
+    /// The value of a parameter; a packed one by `unpack`, from all flat buffers of its bytes.
+    fn read_by(
+        &self,
+        id: ParamId,
+        unpack: fn(&Packed, &dyn Device, &Buffer, DType) -> Result<Buffer>,
+    ) -> Result<Tensor> {
         self.declarations.require_own(id)?;
         let (flat, range, shape) = &self.places[id.index()];
         let (buffer, window) = (&self.flats[*flat], &self.windows[*flat]);
@@ -185,11 +203,11 @@ impl Params {
             (Some(gather), packed) if !self.is_whole(id) => {
                 let whole = gather.whole(*flat, buffer)?;
                 match packed {
-                    Some(packed) => packed.restore(&*self.device, &whole, self.declarations.dtype())?,
+                    Some(packed) => unpack(packed, &*self.device, &whole, self.declarations.dtype())?,
                     None => whole.slice(range.clone())?,
                 }
             }
-            (_, Some(packed)) => packed.restore(&*self.device, buffer, self.declarations.dtype())?,
+            (_, Some(packed)) => unpack(packed, &*self.device, buffer, self.declarations.dtype())?,
             _ => buffer.slice(from(window.start, shared(range, window)))?,
         };
         Tensor::from_buffer(&self.device, value, *shape)

@@ -365,8 +365,18 @@ impl Tape {
 
     /// Reads a parameter. A [frozen](crate::param::ParamGroup::frozen) one gets no gradient.
     pub fn param(&self, id: ParamId) -> Result<Var> {
+        self.read(id, self.inner.params.value(id)?)
+    }
+
+    /// Reads a parameter that only the weight of [`linear`](Var::linear) and its forms is: one that is stored in bf16
+    /// is not restored, because products widen it as they read it, with the same bits.
+    pub fn matrix(&self, id: ParamId) -> Result<Var> {
+        self.read(id, self.inner.params.matrix(id)?)
+    }
+
+    fn read(&self, id: ParamId, tensor: Tensor) -> Result<Var> {
         let params = &self.inner.params;
-        let (tensor, types) = (params.value(id)?, params.types(id));
+        let types = params.types(id);
         let frozen = params.declarations().spec(id).group.frozen;
         let source = if frozen { Source::Frozen(id) } else { Source::Param(id) };
         Ok(Var { padding: self.padding_of(id)?, ..self.value(tensor, types, source) })

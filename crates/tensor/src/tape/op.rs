@@ -4,6 +4,7 @@ use super::hooks::{Make, Observers, ReadAgain, Recipe};
 use super::padding::Padded;
 use super::prelude::*;
 use super::uses::Uses;
+use crate::param::Params;
 use meshwork_core::rules::Operand;
 use std::fmt::Debug;
 
@@ -99,6 +100,12 @@ impl<'a> Forward<'a> {
         }
     }
 
+    /// The type of a product with these weights: that of values, also if the weights are stored in fewer bits.
+    pub fn product_dtype(&self, weights: &Tensor) -> DType {
+        let values = self.tape.params().declarations().dtype();
+        if weights.dtype().is_half() { values } else { weights.dtype() }
+    }
+
     /// Keeps a tensor for backward, where `cx.saved(i)` returns the i-th saved one.
     pub fn save(&mut self, tensor: &Tensor) -> Result<()> {
         if self.records {
@@ -125,7 +132,11 @@ impl<'a> Forward<'a> {
             if self.records {
                 self.saved.push(match params.is_kept(id) {
                     true => Saved::Kept(input.tensor.clone()),
-                    false => Saved::Packed(Box::new(ReadAgain { params: params.clone(), id })),
+                    false => {
+                        let as_stored = input.tensor.dtype() != params.declarations().dtype();
+                        let read = if as_stored { Params::matrix } else { Params::value };
+                        Saved::Packed(Box::new(ReadAgain { params: params.clone(), id, read }))
+                    }
                 });
             }
             return Ok(());

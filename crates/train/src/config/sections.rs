@@ -126,7 +126,7 @@ sections! {
         dropout: f64 = float(0.0), Number(BelowOne), Numbers, if LORA;
         /// How the frozen matrices of linear layers are stored: none, as other weights; bf16, in two bytes each; int8
         /// or nf4, in 8 or 4 bits and a scale for each block of lora.block_size (QLoRA). Every layer restores its
-        /// matrix before it computes with it.
+        /// matrix before it computes with it; one in bf16 is widened as products read it, but for experts.
         quantization: Quantization = is("none"), Choice(Quantization::WORDS), Numbers, if LORA;
         /// Elements of a whole matrix that share a scale.
         block_size: usize = int(64), Count(1), Numbers, if LORA && QUANTIZED;

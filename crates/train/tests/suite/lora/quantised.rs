@@ -77,6 +77,22 @@ fn a_run_on_a_quantised_base_goes_on_on_another_mesh() {
     assert_eq!(steps(4, &format!("{dir} --mesh pp=2")), whole[3..]);
 }
 
+/// Products read a base in bf16 as it is stored; where ranks share out its parts (ZeRO-3) it is restored to f32 first.
+/// The bits are the same.
+#[test]
+fn a_base_in_bf16_has_the_bits_of_a_restored_one() {
+    let losses = |name: &str, more: &str| {
+        let canonical = "--set training.numerics=canonical --set training.global_batch_size=4 --set training.steps=3";
+        run(&from_adapter(name, &format!("{} {canonical} {more}", stored_in("bf16"))), &Recorded::of(name).data())
+    };
+    for name in ["llama_scaled", "gpt2"] {
+        let alone = losses(name, "");
+        for more in ["--mesh dp=2 --set parallelism.zero_stage=3", "--mesh dp=2,tp=2"] {
+            assert_eq!(losses(name, more), alone, "{name} {more}");
+        }
+    }
+}
+
 #[test]
 fn a_mesh_that_cuts_blocks_is_refused_with_what_fits() {
     let refused = |more: &str| parse(&line("llama_scaled", &format!("--set lora.rank=2 {more}"))).map(drop);

@@ -71,7 +71,9 @@ fn inner_features_that_tp_does_not_divide() {
 #[test]
 fn memory_and_communication_are_predicted() {
     let more = format!("{ADAMW}{LORA}");
-    for (model, more) in [(&UNEVEN, more.clone()), (&LLAMA, more)] {
+    let halves = format!("{more}quantization = 'bf16'\n");
+    let cases = [(&UNEVEN, more.clone()), (&LLAMA, more), (&UNEVEN, halves.clone()), (&LLAMA, halves)];
+    for (model, more) in cases {
         for case in CASES.iter().filter(|case| std::ptr::eq(case.model, model)).sampled(8) {
             let got = step_of(&case.to_string(), &case.config(&more), &model.data());
             split_work::assert_as_predicted(case, &more, &got);
