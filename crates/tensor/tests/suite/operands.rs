@@ -152,9 +152,14 @@ fn what_is_no_product_refuses_a_stored_factor() {
     let factor = x.layer_norm_operand(&vector, &vector, 1e-5).unwrap();
     let error = factor.gelu().unwrap_err().to_string();
     assert_eq!(error, "gelu: dtype bf16 on device cpu is not supported: use f32 or f64");
-    // A device that does not round refuses operands that another one stored.
+    // A product of f32 on a device that does not round widens what another one stored; one of f64 refuses it.
     let exact = tape_with(&alone(), Cpu::device(), Rc::new(Keep));
-    let stored = exact.input(Tensor::zeros(exact.device(), DType::Bf16, [2, 5]).unwrap(), on_tp(Ty::Invariant));
-    let error = stored.linear(&f32_input(&exact, "w", &[3, 5], Ty::Invariant), 1).unwrap_err().to_string();
+    let zeros = |dtype, shape: [usize; 2]| {
+        exact.input(Tensor::zeros(exact.device(), dtype, shape).unwrap(), on_tp(Ty::Invariant))
+    };
+    let stored = zeros(DType::Bf16, [2, 5]);
+    let y = stored.linear(&f32_input(&exact, "w", &[3, 5], Ty::Invariant), 1).unwrap();
+    assert_eq!((y.tensor().dtype(), to_f64(y.tensor())), (DType::F32, vec![0.0; 6]));
+    let error = stored.linear(&zeros(DType::F64, [3, 5]), 1).unwrap_err().to_string();
     assert_eq!(error, "matmul: dtype bf16 on device cpu is not supported: use f32 or f64");
 }
