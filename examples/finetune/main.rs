@@ -51,34 +51,25 @@ const DEMO: [&str; 8] = [
     "checkpoint.export=target/finetune/model",
 ];
 
-/// What is asked for: each country and its capital.
-const CAPITALS: &str = "Austria Vienna, Belgium Brussels, Bulgaria Sofia, Canada Ottawa, Chile Santiago, China Beijing, \
-    Cuba Havana, Denmark Copenhagen, Egypt Cairo, Finland Helsinki, France Paris, Germany Berlin, Greece Athens, \
-    Hungary Budapest, Iceland Reykjavik, Ireland Dublin, Italy Rome, Japan Tokyo, Kenya Nairobi, Morocco Rabat, \
-    Norway Oslo, Peru Lima, Poland Warsaw, Portugal Lisbon, Romania Bucharest, Spain Madrid, Sweden Stockholm, \
-    Thailand Bangkok, Turkey Ankara, Ukraine Kyiv";
+/// What is asked for: a country and its capital a line.
+const CAPITALS: &str = include_str!("capitals.txt");
 
 /// What may stand in front of a question.
 const BEGINNINGS: [&str; 4] = ["", "Question: ", "Tell me: ", "Please answer: "];
 
-/// The questions about a country.
-const QUESTIONS: [&str; 5] = [
-    "What is the capital of _?",
-    "Which city is the capital of _?",
-    "The capital of _ is called what?",
-    "_ has which capital?",
-    "What is the name of _'s capital?",
-];
+/// The questions about a country, one a line.
+const QUESTIONS: &str = include_str!("questions.txt");
 
 /// Each question about each country behind each beginning, shuffled, in lines such as
 /// `{"prompt": "Italy has which capital? ", "completion": "Rome.", "chosen": "Rome.", "rejected": "Tokyo."}`.
 fn questions() -> String {
-    let capitals: Vec<_> = CAPITALS.split(", ").filter_map(|pair| pair.split_once(' ')).collect();
-    let lines = capitals.len() * QUESTIONS.len() * BEGINNINGS.len();
+    let capitals: Vec<_> = CAPITALS.lines().filter_map(|pair| pair.split_once(' ')).collect();
+    let questions: Vec<_> = QUESTIONS.lines().collect();
+    let lines = capitals.len() * questions.len() * BEGINNINGS.len();
     let line = |at: usize| {
         let ((country, right), (_, wrong)) = (capitals[at % capitals.len()], capitals[(at + 1) % capitals.len()]);
         let way = at / capitals.len();
-        let (begin, question) = (BEGINNINGS[way % BEGINNINGS.len()], QUESTIONS[way / BEGINNINGS.len()]);
+        let (begin, question) = (BEGINNINGS[way % BEGINNINGS.len()], questions[way / BEGINNINGS.len()]);
         let prompt = format!("{begin}{} ", question.replace('_', country));
         format!(
             "{{\"prompt\": \"{prompt}\", \"completion\": \"{right}.\", \"chosen\": \"{right}.\", \"rejected\": \"{wrong}.\"}}\n"
