@@ -56,6 +56,25 @@ fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
     fs::remove_dir_all(folder).unwrap();
 }
 
+/// The host of the first stage waits for the last one there, while this one's device waits for a message of the first.
+#[test]
+fn a_sample_over_stages_in_processes_is_that_of_one_rank() {
+    if !emulates() {
+        return;
+    }
+    let sample = |out: &str| out.split_once("A sample of the trained model:\n").map(|(_, text)| text.to_owned());
+    let line = format!("{SMALLER} {STEPS} --set model.num_layers=4 --set metrics.sample_tokens=3");
+    let wanted = sample(&succeed(&format!("{line} --mesh dp=1")));
+    assert!(wanted.is_some());
+    for (processes, mesh) in [(2, "pp=2"), (4, "pp=4")].into_iter().sampled(1) {
+        let ended = over_tcp(processes, &format!("--device cuda-emulated:0:{processes} {line} --mesh {mesh}"));
+        for (rank, ended) in ended.iter().enumerate() {
+            assert_eq!(ended.code, Some(0), "process {rank}, {mesh}\n{}\n{}", ended.out, ended.err);
+        }
+        assert_eq!(sample(&ended[0].out), wanted, "{mesh}");
+    }
+}
+
 /// A ring adds up in its own order: that of threads. In a sweep alone.
 #[test]
 fn rings_over_nccl_have_the_losses_of_threads_bit_for_bit() {

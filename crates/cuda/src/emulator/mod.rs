@@ -1,10 +1,10 @@
 //! A device in host memory, for machines without a GPU: it runs the kernels compiled by g++
 //! ([`meshwork_kernels::host`]).
 //!
-//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
-//! on is drawn from a seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers
-//! in some orders. Memory that was not written, or whose owner is gone, holds NaN; writes beyond an
-//! allocation and addresses in none are errors.
+//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier; what another
+//! process needs runs without a wait. Which stream goes on is drawn from a seed, within what streams and events permit:
+//! a host program that lacks a wait gets wrong numbers in some orders. Memory that was not written, or whose owner is
+//! gone, holds NaN; writes beyond an allocation and addresses in none are errors.
 //!
 //! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
 //! memory of another device is an error unless the two are peers and access was requested ([`Driver::reach`]).
@@ -118,6 +118,11 @@ impl Emulator {
     /// Leaves out the `nth` wait of a stream for an event, from 0, as if it had been forgotten. For tests.
     pub fn skip_wait(&self, nth: u64) {
         self.lock().skipped = Some(nth);
+    }
+
+    /// From now on no work of the machine runs, as behind a kernel that never ends. For tests.
+    pub fn stand_still(&self) {
+        self.lock().stands_still = true;
     }
 
     /// The waits of streams for events so far, on all devices of the machine.

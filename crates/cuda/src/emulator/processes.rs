@@ -8,6 +8,9 @@
 //! members once each has come, and knows nothing else. A collective is sent when it is the next work of its stream, and
 //! the stream goes on when the parts of all are here: so members wait for each other as NCCL's kernels do. A circle of
 //! such waits is not found here, because no process sees the streams of another one.
+//!
+//! The work in front of a collective runs as soon as the collective is queued and what that work waits for is here: no
+//! process knows when another one waits for it. Other work runs when the host waits, as everywhere in the emulator.
 
 use super::Emulator;
 use super::memory::Memory;
@@ -104,6 +107,11 @@ impl Processes {
     pub(super) fn is_ready(&self, on: NcclComm) -> Option<bool> {
         let end = self.ends.get(Self::at(on)?)?;
         Some(end.over || end.flying.is_none_or(|number| self.heard.contains_key(&end.key(number))))
+    }
+
+    /// Whether a collective was sent whose parts are not here yet; `None` of a communicator of one process.
+    pub(super) fn is_sent(&self, on: NcclComm) -> Option<bool> {
+        Some(self.ends.get(Self::at(on)?)?.flying.is_some())
     }
 
     /// Sends the collective that is next in a stream; once the parts of all are here, writes its results. Whether it is
@@ -208,7 +216,9 @@ impl Between {
                     .and_then(|(head, bytes)| Ok((head, postcard::from_bytes(&bytes).map_err(io::Error::other)?)))
                 {
                     Ok(([comm, number, rank, _], parts)) => {
-                        _ = state.processes.heard.insert((comm, number, rank), parts)
+                        state.processes.heard.insert((comm, number, rank), parts);
+                        // What fails is told by the next call of the host.
+                        _ = state.send_to_processes();
                     }
                     Err(_) => _ = state.processes.lost.insert(port),
                 }

@@ -62,6 +62,8 @@ pub(super) struct State {
     pub(super) ran: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
+    /// Whether no work runs any more.
+    pub(super) stands_still: bool,
     /// How often each call of the seam was made.
     pub(super) calls: BTreeMap<&'static str, u64>,
     /// The waits of streams for events so far.
@@ -88,6 +90,7 @@ impl State {
             ran: 0,
             draws: Draws::new(order),
             fault: None,
+            stands_still: false,
             calls: BTreeMap::new(),
             waits: 0,
             skipped: None,
@@ -109,7 +112,11 @@ impl State {
     pub(super) fn push(&mut self, device: usize, stream: Stream, work: Queued) -> Result<()> {
         self.healthy()?;
         let queue = self.queues.get_mut(stream.0).filter(|queue| queue.device == device);
+        let meets = matches!(work, Queued::Work(Work::Exchange { .. }));
         queue.ok_or_else(|| unknown("a queue of work", &stream))?.work.push_back(work);
+        if meets {
+            self.send_to_processes()?;
+        }
         match &mut self.draws {
             None => self.finish_all(),
             Some(draws) => {
@@ -155,6 +162,22 @@ impl State {
         self.run_while(|state| state.queues.iter().any(|queue| queue.work.iter().any(of_it)))
     }
 
+    /// Runs work until each queued collective between processes has sent its part, or is behind one whose parts are not
+    /// here yet. Another process may wait for that part while the host of this one waits for that process, not for
+    /// work, and then runs none: a GPU goes on without its host.
+    pub(super) fn send_to_processes(&mut self) -> Result<()> {
+        let unsent = |state: &Self, at: usize, queued: &Queued| match queued {
+            Queued::Work(Work::Exchange { on, .. }) => {
+                state.processes.is_sent(*on).is_some_and(|sent| !(sent && at == 0))
+            }
+            _ => false,
+        };
+        let in_queue =
+            |state: &Self, queue: &Queue| queue.work.iter().enumerate().any(|(at, queued)| unsent(state, at, queued));
+        while self.queues.iter().any(|queue| in_queue(self, queue)) && self.advance()? {}
+        Ok(())
+    }
+
     fn run_while(&mut self, needed: impl Fn(&Self) -> bool) -> Result<bool> {
         self.healthy()?;
         while needed(self) {
@@ -184,6 +207,9 @@ impl State {
     /// so some stream can continue unless a collective waits for other ranks.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
+        if self.stands_still {
+            return Ok(false);
+        }
         let can = |queue: &Queue| match queue.work.front() {
             None => false,
             Some(Queued::Wait(event)) => !self.ahead.contains(event),
