@@ -134,12 +134,15 @@ impl Processes {
             }
             return Ok(false);
         };
-        let parts = self.heard.remove(&end.key(number)).unwrap_or_default();
+        let parts = self.heard.get(&end.key(number)).into_iter().flatten();
+        let parts = parts.map(|part| unpacked(call, part)).collect::<Result<Vec<Part>>>()?;
+        let mut written = results(&parts)?;
+        // A collective in which members differ stays as it is.
+        self.heard.remove(&end.key(number));
         if let Some(end) = self.end_mut(on) {
             end.flying = None;
         }
-        let parts = parts.iter().map(|part| unpacked(call, part)).collect::<Result<Vec<Part>>>()?;
-        for (at, bytes) in results(&parts)?.swap_remove(end.rank) {
+        for (at, bytes) in written.swap_remove(end.rank) {
             memory.write(end.device, at, bytes.len(), call)?.copy_from_slice(&bytes);
         }
         Ok(true)

@@ -121,7 +121,7 @@ impl State {
             None => self.finish_all(),
             Some(draws) => {
                 for _ in 0..draws.ahead() {
-                    if !self.advance()? {
+                    if !self.advance_unwaited()? {
                         break;
                     }
                 }
@@ -174,8 +174,20 @@ impl State {
         };
         let in_queue =
             |state: &Self, queue: &Queue| queue.work.iter().enumerate().any(|(at, queued)| unsent(state, at, queued));
-        while self.queues.iter().any(|queue| in_queue(self, queue)) && self.advance()? {}
+        while self.queues.iter().any(|queue| in_queue(self, queue)) && self.advance_unwaited()? {}
         Ok(())
+    }
+
+    /// [`advance`](Self::advance) while no host waits. A collective in which members differ stands, as NCCL's would: a
+    /// host that waits for it is told, after the control group had its say.
+    fn advance_unwaited(&mut self) -> Result<bool> {
+        self.advance().or_else(|fault| match fault {
+            DriverError::Call { .. } => {
+                self.fault = None;
+                Ok(false)
+            }
+            fault => Err(fault),
+        })
     }
 
     fn run_while(&mut self, needed: impl Fn(&Self) -> bool) -> Result<bool> {
