@@ -235,14 +235,21 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
                         which waits for rank 2, which waits for rank 0";
         assert_eq!(fault(&error).kind.to_string(), expected);
     }
-    // Two ranks of three: the third is busy for longer than others take to find it, and need not be waited for.
+    // Two ranks of three: the third is busy for longer than others take to find it, and need not be waited for. They
+    // hear of it first: a rank that has not woken up since the world began still waits in what that began with.
     let run = |busy| {
         fails(worlds, 3, PATIENT, |world| match world.rank() {
             2 => {
+                for rank in 0..2 {
+                    drop(world.start_send(zeros(1), rank, 1)?);
+                }
                 sleep(busy);
                 Ok(world.barrier()?)
             }
-            rank => Ok(world.recv(zeros(1), 1 - rank, 0).map(drop)?),
+            rank => {
+                world.recv(zeros(1), 2, 1)?;
+                Ok(world.recv(zeros(1), 1 - rank, 0).map(drop)?)
+            }
         })
     };
     let computes = |error: &RunError| fault(error).ranks[2].activity == Activity::Computing;
