@@ -55,7 +55,7 @@ fn the_model_of_the_example_of_fine_tuning_ends_its_answers() {
     assert!(of("tokenizer.json").contains("<|endoftext|>"), "the text of the token");
 }
 
-/// It was given sums, of which its model learnt the form alone: one answer of 60 was right.
+/// The example's earlier task was sums: its model learned their form, and answered 1 of 60.
 #[test]
 fn the_example_of_fine_tuning_answers_what_it_held_out() {
     let run = fine_tuned("answers", "--steps 400 --set model.hidden_size=64 --set model.num_layers=2");

@@ -36,9 +36,9 @@ impl Asked {
         self.rest.iter().filter(|arg| !arg.starts_with('-')).all(|word| name.contains(word.as_str()))
     }
 
-    /// So many devices, none of which reads another's memory: of GPUs from the one that was named on, else from the
-    /// first, and all without a number; emulated ones, two without a number, where they were named, or where all is
-    /// small and there is no GPU. None, and a line that says why, of a build without both.
+    /// Opens `count` devices, each with memory of its own. GPUs count from the one that was named, or from the first;
+    /// without `count` it opens all of them. It opens emulated devices, two without `count`, if they were named, or if
+    /// the sizes are small and there is no GPU. A build without both gets none, and a line that says why.
     pub fn drivers(&self, count: Option<usize>) -> Result<Vec<Arc<dyn Driver>>, Box<dyn AnyError>> {
         let name = self.device.as_deref();
         #[cfg(feature = "cuda")]

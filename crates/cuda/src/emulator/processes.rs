@@ -220,7 +220,7 @@ impl Between {
                 {
                     Ok(([comm, number, rank, _], parts)) => {
                         state.processes.heard.insert((comm, number, rank), parts);
-                        // What fails is told by the next call of the host.
+                        // The host's next call returns this error.
                         _ = state.send_to_processes();
                     }
                     Err(_) => _ = state.processes.lost.insert(port),

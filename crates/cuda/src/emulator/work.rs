@@ -178,8 +178,8 @@ impl State {
         Ok(())
     }
 
-    /// [`advance`](Self::advance) while no host waits. A collective in which members differ stands, as NCCL's would: a
-    /// host that waits for it is told, after the control group had its say.
+    /// [`advance`](Self::advance) while no host waits. A collective whose members differ does not run, as in
+    /// NCCL; a host that waits for it gets the error, after the control group's own.
     fn advance_unwaited(&mut self) -> Result<bool> {
         self.advance().or_else(|fault| match fault {
             DriverError::Call { .. } => {

@@ -5,7 +5,7 @@ use crate::mesh::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN}
 use crate::mesh::opaque::assert_opaque_as_cpu;
 use crate::mesh::products::gradient_error;
 use crate::mesh::split_work;
-use crate::mesh::world::{Stepped, assert_same_pieces, assert_same_report, on_mesh, one_step, pieces, train};
+use crate::mesh::world::{Stepped, assert_same_bits_on_every_run, on_mesh, one_step, pieces, train};
 use meshwork_core::DType;
 use meshwork_tensor::Category;
 use meshwork_testkit::Sampled;
@@ -143,19 +143,7 @@ fn assert_same_weights(what: &str, got: &[crate::mesh::world::Piece], wanted: &[
 #[test]
 fn the_same_bits_on_every_run() {
     let case = Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4);
-    let config = case.config(&mixed(ADAMW, "f16"));
-    let data = case.model.data();
-    let run = || {
-        on_mesh(&config, |mut trainer| {
-            let reports = (0..3).map(|_| train(&mut trainer, &data, &config)).collect::<Result<Vec<_>, _>>()?;
-            Ok((reports, pieces(&trainer)?))
-        })
-    };
-    for (rank, (got, wanted)) in run().iter().zip(run()).enumerate() {
-        let what = format!("{case}: rank {rank}");
-        got.0.iter().zip(&wanted.0).for_each(|(got, wanted)| assert_same_report(&what, got, wanted));
-        assert_same_pieces(&what, &got.1, &wanted.1);
-    }
+    assert_same_bits_on_every_run(case, &case.config(&mixed(ADAMW, "f16")));
 }
 
 /// 2 + 2 + 12 bytes a parameter with gradients in 16 bits (Rajbhandari et al. 2020, section 3.1), and half of the bytes

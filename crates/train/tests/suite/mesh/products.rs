@@ -3,7 +3,7 @@
 
 use crate::mesh::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
 use crate::mesh::split_work;
-use crate::mesh::world::{Stepped, assert_same_pieces, assert_same_report, on_mesh, one_step, pieces, train};
+use crate::mesh::world::{Stepped, assert_same_bits_on_every_run, on_mesh, one_step};
 use meshwork_core::{DType, OpKind};
 use meshwork_testkit::parity::{FLOOR, norm, norm_of_all};
 use meshwork_train::Trainer;
@@ -101,19 +101,7 @@ fn any_mesh_gives_the_gradients_of_one_rank() {
 fn the_same_bits_on_every_run() {
     let mesh = Case::of_1f1b(&DROPOUT, (2, 2, 2), true, 4);
     for (low, case) in [(BF16, Case::alone(&DROPOUT)), (BF16, mesh), (TF32, Case::alone(&DROPOUT)), (TF32, mesh)] {
-        let config = case.config(&low.with(ADAMW));
-        let data = case.model.data();
-        let run = || {
-            on_mesh(&config, |mut trainer| {
-                let reports = (0..3).map(|_| train(&mut trainer, &data, &config)).collect::<Result<Vec<_>, _>>()?;
-                Ok((reports, pieces(&trainer)?))
-            })
-        };
-        for (rank, (got, wanted)) in run().iter().zip(run()).enumerate() {
-            let what = format!("{case}: rank {rank}");
-            got.0.iter().zip(&wanted.0).for_each(|(got, wanted)| assert_same_report(&what, got, wanted));
-            assert_same_pieces(&what, &got.1, &wanted.1);
-        }
+        assert_same_bits_on_every_run(case, &case.config(&low.with(ADAMW)));
     }
 }
 

@@ -233,3 +233,20 @@ pub fn assert_same_pieces(what: &str, got: &[Piece], wanted: &[Piece]) {
         }
     }
 }
+
+/// Trains a case three steps, twice, and compares every rank's reports and parameters bit by bit.
+#[track_caller]
+pub fn assert_same_bits_on_every_run(case: Case, config: &Config) {
+    let data = case.model.data();
+    let run = || {
+        on_mesh(config, |mut trainer| {
+            let reports = (0..3).map(|_| train(&mut trainer, &data, config)).collect::<Result<Vec<_>, _>>()?;
+            Ok((reports, pieces(&trainer)?))
+        })
+    };
+    for (rank, (got, wanted)) in run().iter().zip(run()).enumerate() {
+        let what = format!("{case}: rank {rank}");
+        got.0.iter().zip(&wanted.0).for_each(|(got, wanted)| assert_same_report(&what, got, wanted));
+        assert_same_pieces(&what, &got.1, &wanted.1);
+    }
+}
