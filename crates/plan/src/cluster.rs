@@ -210,7 +210,7 @@ impl Cluster {
                 memory: number("memory", card.memory, of(|card| card.memory))?,
                 bandwidth: number("bandwidth", card.bandwidth, of(|card| card.bandwidth))?,
                 bf16: number("bf16", card.bf16, of(|card| card.bf16))?,
-                // No faster than f32 where nobody says so.
+                // A file without a number for TF32 gets that of f32.
                 tf32: number("tf32", card.tf32, of(|card| card.tf32).or(card.f32))?,
                 f32: number("f32", card.f32, of(|card| card.f32))?,
                 units: number("units", card.units, of(|card| card.units))?,
