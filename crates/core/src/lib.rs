@@ -25,6 +25,16 @@ macro_rules! from {
     };
 }
 
+/// Methods of a trait that a type passes on to what it is around: `pass_on! { self.inner => fn name(&self) -> &str; }`.
+#[macro_export]
+macro_rules! pass_on {
+    ($inner:expr => $(fn $name:ident(&$this:ident $(, $arg:ident: $type:ty)*) $(-> $result:ty)?;)+) => {$(
+        fn $name(&$this $(, $arg: $type)*) $(-> $result)? {
+            $inner.$name($($arg),*)
+        }
+    )+};
+}
+
 /// An enum with the name of each variant beside it, which `name` returns; and `ALL` of them, if that has docs.
 #[macro_export]
 macro_rules! named {

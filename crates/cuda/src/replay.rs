@@ -17,6 +17,7 @@ use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Nccl, Priority, Properties, Reach, Remote, Result, Stream,
     Watch, Work,
 };
+use meshwork_core::pass_on;
 use meshwork_tensor::Launches;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -205,20 +206,16 @@ fn call_by_call(driver: &dyn Driver, stream: Stream, work: Vec<Work>) -> Result<
 }
 
 impl Driver for Replaying {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn properties(&self) -> &Properties {
-        self.inner.properties()
-    }
-
-    fn stream_with(&self, priority: Priority) -> Result<Stream> {
-        self.inner.stream_with(priority)
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Address> {
-        self.inner.alloc(bytes)
+    pass_on! {
+        self.inner =>
+        fn name(&self) -> &str;
+        fn properties(&self) -> &Properties;
+        fn stream_with(&self, priority: Priority) -> Result<Stream>;
+        fn alloc(&self, bytes: usize) -> Result<Address>;
+        fn alloc_host(&self, bytes: usize) -> Result<Address>;
+        fn finish(&self, event: Event) -> Result<()>;
+        fn nccl(&self) -> Result<&dyn Nccl>;
+        fn watch(&self, watch: Weak<dyn Watch>);
     }
 
     fn free_all(&self, all: &[Address]) -> Result<()> {
@@ -226,10 +223,6 @@ impl Driver for Replaying {
         let mut state = self.lock();
         state.flush_all(&*self.inner)?;
         self.inner.free_all(all)
-    }
-
-    fn alloc_host(&self, bytes: usize) -> Result<Address> {
-        self.inner.alloc_host(bytes)
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
@@ -277,10 +270,6 @@ impl Driver for Replaying {
         self.inner.copy_between(stream, from, to, bytes)
     }
 
-    fn finish(&self, event: Event) -> Result<()> {
-        self.inner.finish(event)
-    }
-
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
         let _held = self.flushed(stream)?;
         self.inner.write(stream, to, bytes)
@@ -299,14 +288,6 @@ impl Driver for Replaying {
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
         let _held = self.flushed(stream)?;
         self.inner.replay(stream, graph, changed)
-    }
-
-    fn nccl(&self) -> Result<&dyn Nccl> {
-        self.inner.nccl()
-    }
-
-    fn watch(&self, watch: Weak<dyn Watch>) {
-        self.inner.watch(watch);
     }
 
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {

@@ -1,7 +1,7 @@
 //! A model with low-rank adapters beside its frozen weights.
 
 use crate::{Activation, Batch, Field, Metric, Model, Stage, StageSpec};
-use meshwork_core::Mesh;
+use meshwork_core::{Mesh, pass_on};
 use meshwork_tensor::param::Adapters;
 use meshwork_tensor::{Declarations, Error, Result};
 use std::ops::Range;
@@ -41,12 +41,14 @@ impl Adapted {
 }
 
 impl Model for Adapted {
-    fn num_layers(&self) -> usize {
-        self.model.num_layers()
-    }
-
-    fn fields(&self) -> Vec<Field> {
-        self.model.fields()
+    pass_on! {
+        self.model =>
+        fn num_layers(&self) -> usize;
+        fn fields(&self) -> Vec<Field>;
+        fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation>;
+        fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64>;
+        fn reference(&self) -> Option<Field>;
+        fn metrics(&self) -> Vec<Metric>;
     }
 
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
@@ -55,24 +57,8 @@ impl Model for Adapted {
         Ok(stage)
     }
 
-    fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
-        self.model.activation(mesh, at, batch)
-    }
-
-    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
-        self.model.loss_terms(batch, samples)
-    }
-
     fn decoding(&self) -> Option<Arc<dyn Model>> {
         let decoding = self.model.decoding()?;
         Some(Arc::new(Self { model: decoding, adapters: Arc::clone(&self.adapters) }))
-    }
-
-    fn reference(&self) -> Option<Field> {
-        self.model.reference()
-    }
-
-    fn metrics(&self) -> Vec<Metric> {
-        self.model.metrics()
     }
 }

@@ -12,7 +12,7 @@
 //! a pass before.
 
 use crate::{Activation, Adapted, Batch, Field, Metric, Model, Per, Stage, StageSpec};
-use meshwork_core::{DType, Mesh};
+use meshwork_core::{DType, Mesh, pass_on};
 use meshwork_tensor::kernel::{PairNumber, Preference};
 use meshwork_tensor::{Declarations, Result, Tape, Var};
 use std::ops::Range;
@@ -55,8 +55,10 @@ fn pairs(answers: &Field, batch: &Batch) -> Result<Vec<i32>> {
 }
 
 impl Model for Preferring {
-    fn num_layers(&self) -> usize {
-        self.model.num_layers()
+    pass_on! {
+        self.model =>
+        fn num_layers(&self) -> usize;
+        fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation>;
     }
 
     fn fields(&self) -> Vec<Field> {
@@ -66,10 +68,6 @@ impl Model for Preferring {
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let stage = self.model.stage(params, mesh, part)?;
         Ok(Box::new(OfPairs { stage, answers: self.answers.clone(), of: self.of }))
-    }
-
-    fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
-        self.model.activation(mesh, at, batch)
     }
 
     /// Pairs.
@@ -100,8 +98,10 @@ struct OfPairs {
 }
 
 impl Stage for OfPairs {
-    fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        self.stage.forward(tape, batch, input)
+    pass_on! {
+        self.stage =>
+        fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var>;
+        fn predict(&self, output: &Var) -> Result<Var>;
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
@@ -116,9 +116,5 @@ impl Stage for OfPairs {
     /// The loss of each answer, `[samples, answers]`.
     fn reference(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
         self.stage.grouped_loss(tape, batch, output, &self.answers)
-    }
-
-    fn predict(&self, output: &Var) -> Result<Var> {
-        self.stage.predict(output)
     }
 }

@@ -12,7 +12,7 @@ use crate::kernel::{Outcome, Precision, Traffic};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
 use meshwork_core::profile::{Class, Recorder, Span};
-use meshwork_core::{Buffer, DType};
+use meshwork_core::{Buffer, DType, pass_on};
 use std::sync::Arc;
 
 /// See the [module](self).
@@ -50,21 +50,21 @@ impl Profiled {
 }
 
 impl Device for Profiled {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn precision(&self) -> Precision {
-        self.inner.precision()
-    }
-
-    fn operand_dtype(&self, dtype: DType) -> DType {
-        self.inner.operand_dtype(dtype)
-    }
-
-    // Not recorded: these calls are too many and too short.
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        self.inner.alloc(dtype, count)
+    // Not recorded: memory is allocated too often, and by too short calls.
+    pass_on! {
+        self.inner =>
+        fn name(&self) -> &str;
+        fn precision(&self) -> Precision;
+        fn operand_dtype(&self, dtype: DType) -> DType;
+        fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer>;
+        fn has_values(&self) -> bool;
+        fn takes_all(&self) -> bool;
+        fn download_later(&self, buffer: &Buffer) -> Result<Download>;
+        fn upload_later(&self, into: Buffer) -> Result<Upload>;
+        fn synchronize(&self) -> Result<()>;
+        fn pinned(&self) -> Option<&dyn Pinned>;
+        fn meter(&self) -> &Meter;
+        fn launches(&self) -> Option<Launches>;
     }
 
     fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
@@ -80,40 +80,8 @@ impl Device for Profiled {
         self.record(Traffic::call(Class::Memory, "upload", &[host, host]), |device| device.upload_into(host, dst, at))
     }
 
-    fn has_values(&self) -> bool {
-        self.inner.has_values()
-    }
-
-    fn takes_all(&self) -> bool {
-        self.inner.takes_all()
-    }
-
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.record(Traffic::call(Class::Memory, "download", &[buffer]), |device| device.download(buffer))
-    }
-
-    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
-        self.inner.download_later(buffer)
-    }
-
-    fn upload_later(&self, into: Buffer) -> Result<Upload> {
-        self.inner.upload_later(into)
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.inner.synchronize()
-    }
-
-    fn pinned(&self) -> Option<&dyn Pinned> {
-        self.inner.pinned()
-    }
-
-    fn meter(&self) -> &Meter {
-        self.inner.meter()
-    }
-
-    fn launches(&self) -> Option<Launches> {
-        self.inner.launches()
     }
 
     fn kernels(&self) -> Kernels<'_> {

@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::kernel::{Gemm, GroupedGrad, Matmul, Outcome, Precision, TableGrad};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
-use meshwork_core::{Buffer, DType};
+use meshwork_core::{Buffer, DType, pass_on};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -178,64 +178,23 @@ pub(crate) fn are_alike(operands: &[&Buffer]) -> bool {
 }
 
 impl Device for Widened {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        self.inner.alloc(dtype, count)
-    }
-
-    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        self.inner.zeros(dtype, count)
-    }
-
-    fn upload(&self, host: &Buffer) -> Result<Buffer> {
-        self.inner.upload(host)
-    }
-
-    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
-        self.inner.upload_into(host, dst, at)
-    }
-
-    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
-        self.inner.download(buffer)
-    }
-
-    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
-        self.inner.download_later(buffer)
-    }
-
-    fn upload_later(&self, into: Buffer) -> Result<Upload> {
-        self.inner.upload_later(into)
-    }
-
-    fn has_values(&self) -> bool {
-        self.inner.has_values()
-    }
-
-    fn takes_all(&self) -> bool {
-        self.inner.takes_all()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.inner.synchronize()
-    }
-
-    fn pinned(&self) -> Option<&dyn Pinned> {
-        self.inner.pinned()
-    }
-
-    fn meter(&self) -> &Meter {
-        self.inner.meter()
-    }
-
-    fn launches(&self) -> Option<Launches> {
-        self.inner.launches()
-    }
-
-    fn precision(&self) -> Precision {
-        self.inner.precision()
+    pass_on! {
+        self.inner =>
+        fn name(&self) -> &str;
+        fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer>;
+        fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer>;
+        fn upload(&self, host: &Buffer) -> Result<Buffer>;
+        fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()>;
+        fn download(&self, buffer: &Buffer) -> Result<Buffer>;
+        fn download_later(&self, buffer: &Buffer) -> Result<Download>;
+        fn upload_later(&self, into: Buffer) -> Result<Upload>;
+        fn has_values(&self) -> bool;
+        fn takes_all(&self) -> bool;
+        fn synchronize(&self) -> Result<()>;
+        fn pinned(&self) -> Option<&dyn Pinned>;
+        fn meter(&self) -> &Meter;
+        fn launches(&self) -> Option<Launches>;
+        fn precision(&self) -> Precision;
     }
 
     // Values stored in f32 here need f32, and operands of 16 bits keep their type.

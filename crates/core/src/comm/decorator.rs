@@ -1,6 +1,7 @@
 //! Communicators around another one.
 
 use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
+use crate::pass_on;
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -17,20 +18,15 @@ pub trait Decorator: Send + Sync + Debug {
 }
 
 impl<D: Decorator> Communicator for D {
-    fn rank(&self) -> usize {
-        self.inner().rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner().size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner().world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.inner().name()
+    pass_on! {
+        self.inner() =>
+        fn rank(&self) -> usize;
+        fn size(&self) -> usize;
+        fn world_ranks(&self) -> &[usize];
+        fn name(&self) -> &str;
+        fn connect(&self) -> Result<(), CommError>;
+        fn membership(&self) -> &dyn Membership;
+        fn reduction_order(&self) -> ReductionOrder;
     }
 
     fn start(&self, call: Call) -> Result<Pending, CommError> {
@@ -39,17 +35,5 @@ impl<D: Decorator> Communicator for D {
 
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(self.around(self.inner().split(name, members)?))
-    }
-
-    fn connect(&self) -> Result<(), CommError> {
-        self.inner().connect()
-    }
-
-    fn membership(&self) -> &dyn Membership {
-        self.inner().membership()
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.inner().reduction_order()
     }
 }

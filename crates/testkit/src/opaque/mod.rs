@@ -23,7 +23,7 @@ mod memory;
 pub use communicator::communicator;
 
 use memory::{copy, give_back, hide, host, into_host, take, with_host};
-use meshwork_core::{Buffer, DType};
+use meshwork_core::{Buffer, DType, pass_on};
 use meshwork_optim::Rule;
 use meshwork_tensor::{Device, Error, Kernels, Meter, Precision, Proxy, Result};
 use std::sync::Arc;
@@ -54,6 +54,13 @@ impl Opaque {
 }
 
 impl Device for Opaque {
+    pass_on! {
+        self.inner =>
+        fn meter(&self) -> &Meter;
+        fn precision(&self) -> Precision;
+        fn operand_dtype(&self, dtype: DType) -> DType;
+    }
+
     fn name(&self) -> &str {
         "opaque"
     }
@@ -77,18 +84,6 @@ impl Device for Opaque {
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.inner.meter().add_download(buffer.bytes());
         Ok(copy(buffer)?)
-    }
-
-    fn meter(&self) -> &Meter {
-        self.inner.meter()
-    }
-
-    fn precision(&self) -> Precision {
-        self.inner.precision()
-    }
-
-    fn operand_dtype(&self, dtype: DType) -> DType {
-        self.inner.operand_dtype(dtype)
     }
 
     fn kernels(&self) -> Kernels<'_> {
