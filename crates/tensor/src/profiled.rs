@@ -43,9 +43,12 @@ impl Profiled {
         let result = work(&*self.inner)?;
         self.inner.synchronize()?;
         let (end, flops) = (self.recorder.now(), self.inner.meter().total_flops() - before);
-        result.each(&mut |buffer| bytes += buffer.bytes() as u64);
+        let result = result.map(&mut |buffer, _| {
+            bytes += buffer.bytes() as u64;
+            Ok(buffer)
+        });
         self.recorder.record(Span { class, name, detail, dtype, start, end, flops, bytes });
-        Ok(result)
+        result
     }
 }
 
