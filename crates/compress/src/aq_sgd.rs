@@ -174,11 +174,6 @@ impl AqSgd {
         }
     }
 
-    /// Bytes of the buffers on each side after `samples` samples were seen.
-    pub fn buffer_bytes(samples: usize, shape: Shape) -> u64 {
-        4 * samples as u64 * shape.len() as u64
-    }
-
     /// Bytes of the message of a sample: the first one, and each later one.
     pub fn wire_bytes(&self) -> Result<[usize; 2]> {
         Ok([wire_bytes(&Values::F32, self.shape)?, wire_bytes(&*self.compressor, self.shape)?])

@@ -198,12 +198,6 @@ impl Mesh {
         coords.get(Axis::Dp) * self.degree(Axis::Ep) + coords.get(Axis::Ep)
     }
 
-    /// The same position with another data-parallel rank.
-    pub fn with_data_rank(&self, coords: Coords, data_rank: usize) -> Coords {
-        let ep = self.degree(Axis::Ep);
-        coords.with(Axis::Ep, data_rank % ep).with(Axis::Dp, data_rank / ep)
-    }
-
     /// The name of a group over `axes`, slowest first: `dp+cp`. Data parallelism is `dp`. Of its two axes on a mesh
     /// with experts, `ep` has the ranks that share out the experts, and `edp` those that hold the same ones. Context
     /// parallelism is `cp`; of its two axes, where it has two, `cep` has the ranks that share out the experts, and

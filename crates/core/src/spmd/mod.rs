@@ -58,17 +58,6 @@ impl Ty {
             Ty::Shard(dim) => 5 + dim.min(10) as u64,
         }
     }
-
-    fn from_code(code: u64) -> Option<Ty> {
-        match code {
-            0 => None,
-            1 => Some(Ty::Replicate),
-            2 => Some(Ty::Invariant),
-            3 => Some(Ty::Varying),
-            4 => Some(Ty::Partial),
-            dim => Some(Ty::Shard(dim as usize - 5)),
-        }
-    }
 }
 
 impl fmt::Display for Ty {
@@ -161,7 +150,7 @@ impl Types {
     }
 
     /// A fingerprint of these types and of a shape and element type. A pipeline message carries it, and the receiver
-    /// refuses any other; [`Types::from_signature`] reads the types back for the error.
+    /// refuses any other.
     pub fn signature(&self, dtype: crate::DType, shape: &[usize]) -> u64 {
         let codes = self.0.iter().rev().fold(0, |bits, ty| bits << 4 | ty.map_or(0, Ty::code));
         // FNV-1a over dtype and shape, folded to the 40 bits left of the types.
@@ -172,11 +161,6 @@ impl Types {
             hash = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
         }
         (hash ^ hash >> 40) << (4 * Axis::COUNT) | codes
-    }
-
-    /// The types that a [`signature`](Self::signature) was made of.
-    pub fn from_signature(signature: u64) -> Self {
-        Self(std::array::from_fn(|axis| Ty::from_code(signature >> (4 * axis) & 0xf)))
     }
 }
 

@@ -29,15 +29,6 @@ impl Precision {
     pub fn operand_dtype(self, dtype: DType) -> DType {
         if matches!((self, dtype), (Precision::Bf16, DType::F32)) { DType::Bf16 } else { dtype }
     }
-
-    /// Significant bits of an operand of `f32`: 24, 11 or 8.
-    pub fn operand_bits(self) -> u32 {
-        match self {
-            Self::F32 => 24,
-            Self::Tf32 => 11,
-            Self::Bf16 => 8,
-        }
-    }
 }
 
 /// The nearest number of TF32, which has the sign, the exponent and the upper 10 bits of the fraction of an `f32`; ties
