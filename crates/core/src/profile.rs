@@ -57,7 +57,7 @@ impl Class {
 }
 
 /// Details of a span.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Detail {
     /// No details.
     None,
@@ -77,9 +77,10 @@ pub enum Detail {
 }
 
 /// A communication, the same for every member.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Meeting {
-    /// The group's name and the world ranks of its members.
+    /// The group's name and the world ranks of its members. Between processes it travels once for many spans.
+    #[serde(skip)]
     pub group: Arc<(String, Vec<usize>)>,
     /// World ranks of sender and receiver; `None` for a collective.
     pub message: Option<(usize, usize)>,
@@ -100,11 +101,12 @@ impl fmt::Display for Detail {
 }
 
 /// A stretch of one rank's time. Nanoseconds count from the recorder's origin.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     /// Its kind.
     pub class: Class,
-    /// The operation: `gemm nt`, `all_reduce`, `forward`.
+    /// The operation: `gemm nt`, `all_reduce`, `forward`. Between processes it travels once for many spans.
+    #[serde(skip)]
     pub name: &'static str,
     /// Its details.
     pub detail: Detail,

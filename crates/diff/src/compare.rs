@@ -5,7 +5,7 @@
 
 use super::align::{At, Like, align};
 use super::divergence::{Between, Divergence, Location, Vector};
-use super::global::{GlobalPiece, RankValue, Replicas, SEQ, Unit, assemble, replicas, unravel, whole};
+use super::global::{GlobalPiece, RankValue, Replicas, SEQ, Unit, assemble, replicas, whole};
 use super::program::Program;
 use super::report::Report;
 use super::run::{Held, Stepped};
@@ -13,7 +13,7 @@ use super::side::Error;
 use super::ulps::{Float, Spread, Values};
 use meshwork_core::{Axis, Ty};
 use meshwork_engine::program::{self, Value};
-use meshwork_tensor::param;
+use meshwork_tensor::{param, unravel};
 use std::collections::BTreeMap;
 
 /// A gradient smaller than this share of the largest gradient is nearly nothing: it counts as this share.
@@ -410,7 +410,7 @@ pub const SIDES: [char; 2] = ['A', 'B'];
 fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
     let holds =
         |piece: &&param::Piece| piece.runs().iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
-    let pieces = held.iter().filter_map(|held| held.vectors.get(vector)).flatten().map(|held| &held.0);
+    let pieces = held.iter().filter_map(|held| held.vectors.get(vector)).flatten();
     let mut ranks: Vec<usize> = pieces.filter(holds).map(|piece| piece.rank).collect();
     ranks.sort_unstable();
     ranks

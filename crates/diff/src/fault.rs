@@ -9,7 +9,7 @@ use super::ulps::Stored;
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
 use meshwork_engine::program::{Op, Value};
 use meshwork_tensor::tape::Seen;
-use meshwork_tensor::{Error, Tensor};
+use meshwork_tensor::{Error, Tensor, unravel};
 use meshwork_train::config::{Fault, choose_from};
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -106,7 +106,7 @@ impl Break {
         let at = values.len() / 2;
         if let Some(value) = values.get_mut(at) {
             *value = value.up(self.ulps);
-            let index = super::global::unravel(at, &tensor.shape());
+            let index = unravel(at, &tensor.shape());
             let change = (index, self.ulps * T::STEP);
             *self.done.lock().unwrap_or_else(PoisonError::into_inner) = Some(change);
         }

@@ -17,8 +17,8 @@ use super::run::{Held, Record, TokenPlaces};
 use super::ulps::{Float, Values};
 use meshwork_core::{Axis, Coords, Mesh, Ty, tree};
 use meshwork_engine::program::Value;
-use meshwork_tensor::Shape;
 use meshwork_tensor::param::{self, Conflict};
+use meshwork_tensor::{Shape, unravel};
 use std::collections::BTreeMap;
 
 /// The dim of tokens.
@@ -279,8 +279,7 @@ fn cut_off_padding<T: Float>(mut part: RankValue<T>, real: &[Option<usize>]) -> 
 /// Assembles a whole parameter, or a vector that goes with it, from the parts of the ranks: `None` for elements that no
 /// rank holds, and `None` in all for a vector that no rank has. Also returns the first replicas that differ.
 pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
-    let pieces: Vec<_> =
-        held.iter().filter_map(|held| held.vectors.get(vector)).flatten().map(|held| &held.0).collect();
+    let pieces: Vec<_> = held.iter().filter_map(|held| held.vectors.get(vector)).flatten().collect();
     if pieces.is_empty() {
         return None;
     }
@@ -296,16 +295,6 @@ pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Op
         differing: count as u64,
     });
     Some((whole, differ))
-}
-
-/// The index of an element, given its place in row-major order.
-pub(super) fn unravel(mut place: usize, dims: &[usize]) -> Vec<usize> {
-    let mut index = vec![0; dims.len()];
-    for (at, &extent) in index.iter_mut().zip(dims).rev() {
-        *at = place % extent.max(1);
-        place /= extent.max(1);
-    }
-    index
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use meshwork_core::{Axis, Coords, DType, Group, Rank, bf16, f16};
 use meshwork_engine::{At, TrainError, Trainer, Watch};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
-use meshwork_tensor::{ParamId, Shape, Tensor};
+use meshwork_tensor::{ParamId, Tensor};
 use meshwork_train::RankDevice;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -33,37 +33,9 @@ pub(super) struct Held {
     pub(super) rank: usize,
     /// The reduced gradient, the weights, and the optimizer's states. A frozen parameter has only weights, and no
     /// elements in place of the gradient. Of vectors that ranks share out, a rank has several slices or none.
-    pub(super) vectors: Vec<Vec<HeldPiece>>,
+    pub(super) vectors: Vec<Vec<Piece>>,
     /// The optimizer's states of rows, columns and other sets of its elements, each whole.
     pub(super) sets: Vec<Vec<f32>>,
-}
-
-/// A [`Piece`] that can be sent.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(from = "SentPiece", into = "SentPiece")]
-pub(super) struct HeldPiece(pub(super) Piece);
-
-/// The fields of a [`Piece`].
-#[derive(Serialize, Deserialize)]
-struct SentPiece {
-    rank: usize,
-    dims: Vec<usize>,
-    stored: Vec<usize>,
-    ranges: Vec<Range<usize>>,
-    values: Vec<f32>,
-}
-
-impl From<HeldPiece> for SentPiece {
-    fn from(HeldPiece(Piece { rank, dims, slice, values }): HeldPiece) -> Self {
-        Self { rank, dims: dims.to_vec(), stored: slice.stored.to_vec(), ranges: slice.ranges, values }
-    }
-}
-
-impl From<SentPiece> for HeldPiece {
-    fn from(SentPiece { rank, dims, stored, ranges, values }: SentPiece) -> Self {
-        let slice = LocalSlice { stored: Shape::new(&stored), ranges };
-        Self(Piece { rank, dims: Shape::new(&dims), slice, values })
-    }
 }
 
 /// The tokens at the places of a rank, in runs, by its data-parallel rank, the micro-batch, and its place in context
@@ -203,7 +175,7 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
                 Piece { rank: rank.world_rank(), dims: spec.dims, slice, values }
             };
             match held.vector {
-                Some(_) => vectors.push(slices.into_iter().map(piece).map(HeldPiece).collect()),
+                Some(_) => vectors.push(slices.into_iter().map(piece).collect()),
                 None => sets.push(values),
             }
         }

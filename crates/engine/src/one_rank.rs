@@ -23,6 +23,7 @@ use crate::program::{Constant, Op, Pairs, Value, whole_extents};
 use crate::trace::Whole;
 use meshwork_core::Coords;
 use meshwork_tensor::tape::Mode;
+use meshwork_tensor::unravel;
 
 /// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over
 /// the stages of a model. Nothing is communicated; each rank of the plan's mesh finds the differences of its own
@@ -255,14 +256,6 @@ fn first_other(
         let elements = runs.map(|run| number(values.dtype(), &run[at * size..(at + 1) * size]));
         Some((unravel(first + at, &constant.shape), elements))
     })
-}
-
-fn unravel(mut place: usize, extents: &[usize]) -> Vec<usize> {
-    let mut index = vec![0; extents.len()];
-    for (at, &extent) in index.iter_mut().zip(extents).rev() {
-        (*at, place) = (place % extent, place / extent);
-    }
-    index
 }
 
 fn number(dtype: DType, element: &[u8]) -> String {

@@ -38,7 +38,7 @@ pub use launches::Launches;
 pub use memory::{Category, MemoryUse};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};
 pub use proxy::Proxy;
-pub use shape::{MAX_DIMS, Shape};
+pub use shape::{MAX_DIMS, Shape, unravel};
 pub use tape::{Tape, Var};
 pub use tensor::Tensor;
 pub use widened::Widened;

@@ -1,5 +1,6 @@
 //! Extents of a tensor, row-major.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Deref;
 
@@ -7,7 +8,7 @@ use std::ops::Deref;
 pub const MAX_DIMS: usize = 6;
 
 /// The extents of a tensor's dims: a small value that is copied, not allocated.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Shape {
     extents: [usize; MAX_DIMS],
     ndim: usize,
@@ -47,6 +48,16 @@ impl Shape {
         let (lead, tail) = self.split_at(self.ndim - trailing);
         (lead.iter().product(), tail.iter().product())
     }
+}
+
+/// The index of an element in each dim, from its row-major number.
+pub fn unravel(mut element: usize, extents: &[usize]) -> Vec<usize> {
+    let mut index = vec![0; extents.len()];
+    for (at, &extent) in index.iter_mut().zip(extents).rev() {
+        *at = element % extent.max(1);
+        element /= extent.max(1);
+    }
+    index
 }
 
 impl Deref for Shape {

@@ -5,8 +5,8 @@ use crate::checkpoint::{dims_of, slice_of};
 use meshwork_checkpoint::{Block, Slice, copy};
 use meshwork_core::{Axis, Buffer, CommError, DType, Group};
 use meshwork_engine::{ModelPlan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer};
-use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Shape, unravel};
 use std::collections::BTreeMap;
 
 /// A part of a vector that one rank sends to another, or keeps.
@@ -234,7 +234,7 @@ impl Arrived {
             let mut other =
                 other.enumerate().filter(|(_, (a, b))| a.to_bits() != b.to_bits() && !(**a == 0.0 && **b == 0.0));
             if let (None, Some((at, (own, other)))) = (&found, other.next()) {
-                let at = place(*dims, start as usize + at);
+                let at = unravel(start as usize + at, dims);
                 let element = Slice::new(at.iter().map(|&at| at as u64..at as u64 + 1));
                 let holder = from.iter().find(|(part, _)| part.contains(&element)).map_or(0, |(_, rank)| *rank);
                 found = Some(Different { at, own: *own, other: *other, holder });
@@ -242,16 +242,6 @@ impl Arrived {
         });
         Ok(found)
     }
-}
-
-/// The index of an element in each dim, from its row-major number.
-fn place(dims: Shape, mut element: usize) -> Vec<usize> {
-    let mut at = vec![0; dims.len()];
-    for dim in (0..dims.len()).rev() {
-        at[dim] = element % dims[dim];
-        element /= dims[dim];
-    }
-    at
 }
 
 impl StateSource for Arrived {

@@ -1,6 +1,5 @@
 //! Values assembled from slices, shares and replicas, where the whole is known.
 
-use super::super::run::HeldPiece;
 use super::*;
 use meshwork_core::{DType, Mesh, Types};
 use meshwork_engine::program::{self, Op};
@@ -174,7 +173,7 @@ fn a_parameter_is_put_together_from_pieces() {
     let dims = Shape::new(&[2, 3]);
     let held = |rank: usize, columns: std::ops::Range<usize>, values: &[f32]| -> Held {
         let slice = LocalSlice { stored: Shape::new(&[2, 2]), ranges: vec![0..2, columns] };
-        let vectors = vec![Vec::new(), vec![HeldPiece(param::Piece { rank, dims, slice, values: values.to_vec() })]];
+        let vectors = vec![Vec::new(), vec![param::Piece { rank, dims, slice, values: values.to_vec() }]];
         Held { rank, vectors, sets: Vec::new() }
     };
     let all = [

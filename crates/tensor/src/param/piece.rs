@@ -2,10 +2,11 @@
 
 use super::LocalSlice;
 use crate::shape::Shape;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// One rank's part of a value that is cut over ranks, in host memory.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
     /// The world rank that holds it.
     pub rank: usize,

@@ -1,11 +1,12 @@
 //! The slice of a parameter that a rank holds.
 
 use crate::shape::Shape;
+use serde::{Deserialize, Serialize};
 use std::cmp::Ordering;
 use std::ops::Range;
 
 /// The part of a parameter that one rank holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LocalSlice {
     /// Extents in memory, padding included.
     pub stored: Shape,

@@ -1,8 +1,6 @@
 //! The spans of one rank, and their form between processes.
 
-use meshwork_core::DType;
-use meshwork_core::profile::{Class, Detail, Meeting, Span};
-use serde::{Deserialize, Serialize};
+use meshwork_core::profile::{Class, Detail, Span};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -15,22 +13,16 @@ pub struct Track {
     pub spans: Vec<Span>,
 }
 
-/// The common parts of the spans of a track: the head of its form between ranks, of which the rest is ten numbers for
-/// each span.
-#[derive(Default, Serialize, Deserialize)]
-struct Head {
-    name: String,
-    kinds: Vec<(Class, String, Option<DType>)>,
-    groups: Vec<(String, Vec<usize>)>,
-}
+/// A track between processes: its name, the names and the groups of its spans, and the spans with the places of both.
+type Sent<Name, Group, Span> = (String, Vec<Name>, Vec<Group>, Vec<(usize, Option<usize>, Span)>);
 
 /// The place of an item in a list, where it is added if it is new.
-fn place<T: PartialEq>(list: &mut Vec<T>, item: T) -> u64 {
+fn place<T: PartialEq>(list: &mut Vec<T>, item: T) -> usize {
     let at = list.iter().position(|other| *other == item);
     at.unwrap_or_else(|| {
         list.push(item);
         list.len() - 1
-    }) as u64
+    })
 }
 
 impl Track {
@@ -42,35 +34,24 @@ impl Track {
         })
     }
 
+    /// The track as bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
-        let (mut head, mut spans) = (Head { name: self.name.clone(), ..Head::default() }, Vec::new());
-        for span in &self.spans {
-            let kind = place(&mut head.kinds, (span.class, span.name.to_owned(), span.dtype));
-            let [detail, a, b, c, d] = match &span.detail {
-                Detail::None => [0; 5],
-                Detail::Step(step) => [1, *step, 0, 0, 0],
-                Detail::Part { stage, micro } => [2, *stage as u64, *micro as u64, 0, 0],
-                Detail::Product([m, n, k]) => [3, *m as u64, *n as u64, *k as u64, 0],
-                Detail::Meeting(Meeting { group, message, seq }) => {
-                    let group = place(&mut head.groups, (**group).clone());
-                    let (is_message, (from, to)) = (message.is_some(), message.unwrap_or_default());
-                    [4 + u64::from(is_message), group, *seq, from as u64, to as u64]
-                }
-            };
-            spans.push([kind, detail, a, b, c, d, span.start, span.end, span.flops, span.bytes]);
-        }
-        let head = serde_json::to_vec(&head).unwrap_or_default();
-        [&(head.len() as u64).to_le_bytes(), &*head, bytemuck::cast_slice(&spans)].concat()
+        let (mut names, mut groups) = (Vec::new(), Vec::new());
+        let span = |span| {
+            let group = Span::meeting(span).map(|meeting| place(&mut groups, &meeting.group));
+            (place(&mut names, span.name), group, span)
+        };
+        let spans = self.spans.iter().map(span).collect();
+        let sent: Sent<&str, &Arc<_>, &Span> = (self.name.clone(), names, groups, spans);
+        postcard::to_stdvec(&sent).unwrap_or_default()
     }
 
     /// The track that was [encoded](Self::encode) so. `names` are those known here: a new one stays in memory, as the
     /// names of operations do.
     pub(super) fn decode(bytes: &[u8], names: &mut BTreeSet<&'static str>) -> Self {
-        let (length, rest) = bytes.split_first_chunk().unwrap_or((&[0; 8], &[]));
-        let (head, spans) = rest.split_at_checked(u64::from_le_bytes(*length) as usize).unwrap_or_default();
-        let Head { name, kinds, groups } = serde_json::from_slice(head).unwrap_or_default();
-        let spans: Vec<[u64; 10]> = bytemuck::pod_collect_to_vec(spans);
-        let mut known = |name: String| match names.get(&*name) {
+        let sent: Sent<String, Arc<_>, Span> = postcard::from_bytes(bytes).unwrap_or_default();
+        let (name, sent_names, groups, spans) = sent;
+        let known = |name: String| match names.get(&*name) {
             Some(&name) => name,
             None => {
                 let name: &'static str = name.leak();
@@ -78,21 +59,13 @@ impl Track {
                 name
             }
         };
-        let kinds: Vec<_> = kinds.into_iter().map(|(class, name, dtype)| (class, known(name), dtype)).collect();
-        let groups: Vec<_> = groups.into_iter().map(Arc::new).collect();
-        let span = |[kind, detail, a, b, c, d, start, end, flops, bytes]: [u64; 10]| {
-            let &(class, name, dtype) = kinds.get(kind as usize)?;
-            let detail = match detail {
-                0 => Detail::None,
-                1 => Detail::Step(a),
-                2 => Detail::Part { stage: a as usize, micro: b as usize },
-                3 => Detail::Product([a, b, c].map(|extent| extent as usize)),
-                _ => {
-                    let message = (detail == 5).then_some((c as usize, d as usize));
-                    Detail::Meeting(Meeting { group: groups.get(a as usize)?.clone(), message, seq: b })
-                }
-            };
-            Some(Span { class, name, detail, dtype, start, end, flops, bytes })
+        let known: Vec<&'static str> = sent_names.into_iter().map(known).collect();
+        let span = |(name, group, mut span): (usize, Option<usize>, Span)| {
+            span.name = known.get(name)?;
+            if let Detail::Meeting(meeting) = &mut span.detail {
+                meeting.group = Arc::clone(groups.get(group?)?);
+            }
+            Some(span)
         };
         Self { name, spans: spans.into_iter().filter_map(span).collect() }
     }
@@ -101,6 +74,8 @@ impl Track {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use meshwork_core::DType;
+    use meshwork_core::profile::Meeting;
 
     #[test]
     fn a_track_is_the_same_in_another_process() {
