@@ -6,6 +6,7 @@ use crate::{
     Choice, CompressError, Compressor, Fold, Fp8Format, Keep, MessageError, Method, Per, PowerSgd, Result, Rounding,
     Scales, Shape, Sparse, Values,
 };
+use meshwork_core::pass_on;
 use std::fmt;
 use std::str::FromStr;
 
@@ -269,39 +270,16 @@ impl Scheme {
 
 /// Delegates to its method.
 impl Compressor for Scheme {
-    fn name(&self) -> String {
-        self.inner().name()
-    }
-
-    fn method(&self) -> Method {
-        self.inner().method()
-    }
-
-    fn check(&self, shape: Shape) -> Result<()> {
-        self.inner().check(shape)
-    }
-
-    fn body_bytes(&self, shape: Shape) -> usize {
-        self.inner().body_bytes(shape)
-    }
-
-    fn guarantee(&self, shape: Shape) -> Guarantee {
-        self.inner().guarantee(shape)
-    }
-
-    fn warm_len(&self, shape: Shape) -> usize {
-        self.inner().warm_len(shape)
-    }
-
-    fn sum(&self) -> SumMethod {
-        self.inner().sum()
-    }
-
-    fn write(&self, x: &[f32], shape: Shape, draws: Draws, warm: &mut [f32], body: &mut [u8]) {
-        self.inner().write(x, shape, draws, warm, body);
-    }
-
-    fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError> {
-        self.inner().read(body, shape, fold, out)
+    pass_on! {
+        self.inner() =>
+        fn name(&self) -> String;
+        fn method(&self) -> Method;
+        fn check(&self, shape: Shape) -> Result<()>;
+        fn body_bytes(&self, shape: Shape) -> usize;
+        fn guarantee(&self, shape: Shape) -> Guarantee;
+        fn warm_len(&self, shape: Shape) -> usize;
+        fn sum(&self) -> SumMethod;
+        fn write(&self, x: &[f32], shape: Shape, draws: Draws, warm: &mut [f32], body: &mut [u8]);
+        fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError>;
     }
 }

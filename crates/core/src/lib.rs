@@ -13,7 +13,7 @@ macro_rules! debug_as_display {
     };
 }
 
-/// Errors that `?` turns into another one, with the variant that holds each, in a box or not.
+/// Values that become a variant of an enum, in a box or not: errors by `?`, and others by `into`.
 #[macro_export]
 macro_rules! from {
     ($error:ty: $($variant:ident($from:ty)),+ $(,)?) => {

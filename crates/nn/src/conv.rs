@@ -28,10 +28,8 @@ impl Conv2d {
         let (whole, dims) = (Placement::replicated, [features, kernel, kernel, channels]);
         let group = ParamGroup::hidden(Matrices::new(0, 3));
         let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init.into(), group)?;
-        let bias = match bias {
-            true => Some(params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?),
-            false => None,
-        };
+        let declare = || params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros);
+        let bias = bias.then(declare).transpose()?;
         Ok(Self { weight, bias, stride, padding: kernel.saturating_sub(1) / 2 })
     }
 

@@ -194,14 +194,6 @@ impl Rule {
     }
 }
 
-macro_rules! from {
-    ($($rule:ident),*) => {$(
-        impl From<$rule> for Rule {
-            fn from(rule: $rule) -> Self {
-                Self::$rule(rule)
-            }
-        }
-    )*};
+meshwork_core::from! {
+    Rule: AdamW(AdamW), Sgd(Sgd), Lamb(Lamb), Adafactor(Adafactor), Muon(Muon), Adam8bit(Adam8bit)
 }
-
-from!(AdamW, Sgd, Lamb, Adafactor, Muon, Adam8bit);

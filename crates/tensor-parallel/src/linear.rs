@@ -69,10 +69,8 @@ impl ColumnLinear {
             params.declare_in(format!("{name}.{part}"), dims, placement(), role, init, group)
         };
         let weight = declare("weight", &dims, Role::Weight, init, ParamGroup::hidden(matrices))?;
-        let bias = match bias {
-            true => Some(declare("bias", out, Role::Bias, Init::Zeros, ParamGroup::bias(matrices))?),
-            false => None,
-        };
+        let zeros = || declare("bias", out, Role::Bias, Init::Zeros, ParamGroup::bias(matrices));
+        let bias = bias.then(zeros).transpose()?;
         Ok(Self { weight, bias, adapters: LowRank::new(params, weight)? })
     }
 
@@ -187,10 +185,8 @@ impl RowLinear {
         let group = ParamGroup::hidden(Matrices::new(0, input.len()));
         let weight = params.declare_in(format!("{name}.weight"), &dims, placement, Role::Weight, init, group)?;
         let whole = Placement::replicated();
-        let bias = match bias {
-            true => Some(params.declare(format!("{name}.bias"), &[output], whole, Role::Bias, Init::Zeros)?),
-            false => None,
-        };
+        let zeros = || params.declare(format!("{name}.bias"), &[output], whole, Role::Bias, Init::Zeros);
+        let bias = bias.then(zeros).transpose()?;
         let adapters = LowRank::new(params, weight)?;
         Ok(Self { name: name.to_owned(), weight, bias, contract: input.len(), adapters })
     }
