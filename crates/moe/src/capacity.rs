@@ -20,23 +20,3 @@ pub fn capacity(config: &MoeConfig, tokens: usize) -> Option<usize> {
     let share = factor * (config.top_k * tokens) as f64 / config.num_experts as f64;
     Some((share.ceil() as usize).clamp(1, tokens.max(1)))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_even_share_times_the_factor() {
-        let of = |router, top_k, capacity_factor, tokens| {
-            capacity(&MoeConfig { num_experts: 8, top_k, router, capacity_factor, ..MoeConfig::default() }, tokens)
-        };
-        assert_eq!(of(RouterKind::Switch, 1, 1.0, 128), Some(16));
-        assert_eq!(of(RouterKind::Switch, 1, 1.25, 128), Some(20));
-        assert_eq!(of(RouterKind::Gshard, 2, 1.0, 128), Some(32), "GShard's 2N/(G·E)");
-        assert_eq!(of(RouterKind::TopK, 2, 0.0, 128), None, "dropless");
-        assert_eq!(of(RouterKind::Switch, 1, 1.0, 1), Some(1), "a sequence of one token");
-        assert_eq!(of(RouterKind::Switch, 1, 1.0, 9), Some(2), "rounded up");
-        assert_eq!(of(RouterKind::TopK, 2, 100.0, 6), Some(6), "no more than there are");
-        assert_eq!(of(RouterKind::ExpertChoice, 2, 0.0, 128), Some(32));
-    }
-}

@@ -48,18 +48,3 @@ fn fit_line(line: &str, columns: usize) -> String {
     fitted.truncate(fitted.trim_end().len());
     fitted + &line[text.len()..]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_lines_break_at_spaces_and_hang_below_their_second_column() {
-        let long =
-            "  name      one two three four\n    plain words in a longer row\nshort\nunbreakable-and-longer-than-all\n";
-        let fitted = "  name      one two three\n            four\n    plain words in a\n      longer row\nshort\nunbreakable-and-longer-than-all\n";
-        assert_eq!(fit(long, 26), fitted);
-        assert_eq!(fit(long, 80), long);
-        assert!(columns() >= COLUMNS);
-    }
-}

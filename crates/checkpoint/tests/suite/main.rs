@@ -8,5 +8,6 @@ mod faults;
 mod lock;
 mod plan;
 mod save_and_read;
+mod slices;
 #[path = "../world/mod.rs"]
 mod world;

@@ -2,16 +2,20 @@
 //! each costs a link.
 
 mod agreement;
+mod buffer;
 mod callers;
 mod conformance;
+mod exact;
 mod faults;
 mod group;
 mod hash;
 mod launcher;
+mod memory;
 mod mesh;
 mod mesh_arithmetic;
 mod ops;
 mod pending;
+mod random;
 mod spmd_reshapes;
 mod spmd_rules;
 mod spmd_types;

@@ -16,6 +16,7 @@ mod processes;
 mod replay;
 mod tensor_cores;
 mod train;
+mod tuning;
 mod waits;
 
 use meshwork_cuda::{Driver, Emulator, Order};

@@ -15,6 +15,7 @@ mod loads;
 mod micro_batches;
 mod model;
 mod noise;
+mod offload;
 mod one_rank;
 mod runs;
 mod sequence;

@@ -4,6 +4,7 @@
 use meshwork_core::{Rank, Types};
 use meshwork_cpu::Cpu;
 use meshwork_moe::balance::{Load, gshard_loss, switch_loss, z_loss};
+use meshwork_moe::{MoeConfig, RouterKind, capacity};
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};
@@ -96,4 +97,19 @@ fn losses_by_hand() {
     // Two experts of each token, all of which are chosen.
     let both = Tensor::from_slice(tape.device(), &[0, 1, 0, 1, 0, 1, 0, 1], [1, 4, 2]).unwrap();
     assert_eq!(item(switch_loss(&half, &Load::of_sequences(&both, 2).unwrap()).unwrap()), 1.0);
+}
+
+#[test]
+fn an_even_share_times_the_factor() {
+    let of = |router, top_k, capacity_factor, tokens| {
+        capacity(&MoeConfig { num_experts: 8, top_k, router, capacity_factor, ..MoeConfig::default() }, tokens)
+    };
+    assert_eq!(of(RouterKind::Switch, 1, 1.0, 128), Some(16));
+    assert_eq!(of(RouterKind::Switch, 1, 1.25, 128), Some(20));
+    assert_eq!(of(RouterKind::Gshard, 2, 1.0, 128), Some(32), "GShard's 2N/(G·E)");
+    assert_eq!(of(RouterKind::TopK, 2, 0.0, 128), None, "dropless");
+    assert_eq!(of(RouterKind::Switch, 1, 1.0, 1), Some(1), "a sequence of one token");
+    assert_eq!(of(RouterKind::Switch, 1, 1.0, 9), Some(2), "rounded up");
+    assert_eq!(of(RouterKind::TopK, 2, 100.0, 6), Some(6), "no more than there are");
+    assert_eq!(of(RouterKind::ExpertChoice, 2, 0.0, 128), Some(32));
 }

@@ -1,5 +1,6 @@
 //! Tests through the public interface. One program, because each costs a link.
 
+mod adapters;
 mod blocks;
 mod collectives;
 mod common;
@@ -12,6 +13,7 @@ mod encoded;
 mod everyday;
 mod everyday_canonical;
 mod everyday_ops;
+mod flats;
 mod gradients;
 mod heads;
 mod hooks;
@@ -26,6 +28,7 @@ mod own_models;
 mod own_ops;
 mod padded;
 mod params;
+mod random;
 mod recipes;
 mod reduction_blocks;
 mod rotary;

@@ -1,5 +1,3 @@
-#![cfg(feature = "device")]
-
 //! Wrong operations and layers, each found with a message that says what to mend.
 
 use meshwork_core::rules::{self, Operand};

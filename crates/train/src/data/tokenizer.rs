@@ -230,28 +230,3 @@ fn gpt2() -> Opened {
 fn json(_: &Path) -> Opened {
     gpt2()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_survive_the_round_trip() {
-        let text = "Quousque tandem, Catilina? Ünïcödé 🦀";
-        let ids = Tokenizer::BYTES.encode(text).unwrap();
-        assert!(ids.iter().all(|&id| (id as usize) < Tokenizer::BYTES.vocab_size()));
-        assert_eq!(Tokenizer::BYTES.decode(&ids), text);
-        assert_eq!(Tokenizer::BYTES.decode(&[72, 105, 0xc3, 33, 5000]), "Hi\u{fffd}!\u{fffd}");
-    }
-
-    #[test]
-    #[cfg(not(feature = "tokenizers"))]
-    fn what_needs_the_feature_says_how_to_get_it() {
-        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
-        for name in ["gpt2", manifest] {
-            let fault = Tokenizer::open(name).unwrap_err().to_string();
-            let told = "needs the feature tokenizers, which this build lacks; build it with --features tokenizers, or use bytes";
-            assert_eq!(fault, format!("data.tokenizer = {name:?}: {told}"));
-        }
-    }
-}

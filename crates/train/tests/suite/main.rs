@@ -31,3 +31,4 @@ mod slices;
 mod small;
 mod special_tokens;
 mod tensorboard;
+mod texts;
