@@ -156,13 +156,13 @@ impl Op for OfSequences {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
         let &[samples, _, experts] = &x.shape()[..] else {
-            return cx.require(false, || "scores are [samples, seq, experts]".to_owned(), inputs).map(|()| x.clone());
+            return cx.require(false, "scores are [samples, seq, experts]").map(|()| x.clone());
         };
         let routing = x.device().routing()?;
         let out = match &self.kind {
             AuxLoss::Balance { load, scale } => {
                 let fits = load.shape()[1] == experts && [1, samples].contains(&load.shape()[0]);
-                cx.require(fits, || format!("the load is of {:?} sequences and experts", load.shape()), inputs)?;
+                cx.require(fits, format_args!("the load is of {:?} sequences and experts", load.shape()))?;
                 cx.save(load)?;
                 routing.balance(x.buffer(), load.buffer(), samples, experts, *scale)?
             }

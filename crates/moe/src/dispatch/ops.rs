@@ -76,8 +76,7 @@ impl Op for Send {
         let [samples, seq] = plan.tokens;
         cx.require(
             x.shape()[..] == [samples, seq, self.width],
-            || format!("x is [{samples}, {seq}, features], as its choices"),
-            inputs,
+            format_args!("x is [{samples}, {seq}, features], as its choices"),
         )?;
         let permutation = plan.device.permutation()?;
         for chunk in &plan.chunks {
@@ -212,7 +211,7 @@ impl Op for Return {
         let (plan, chunk, x) = (&*self.plan, &self.plan.chunks[self.chunk], inputs[0]);
         let (shape, rows) = (x.shape(), chunk.groups.total());
         let fits = shape.len() == 2 && shape[0] == rows;
-        cx.require(fits, || format!("results are [{rows}, features], as the dispatched rows"), inputs)?;
+        cx.require(fits, format_args!("results are [{rows}, features], as the dispatched rows"))?;
         match &chunk.exchange {
             None => chunk.results.land(x.buffer().clone()),
             Some(exchange) => {
@@ -284,8 +283,7 @@ impl Op for Combine {
         let fits = results.shape().len() == 2 && results.shape()[0] == 0;
         cx.require(
             fits && weights.shape()[..] == [samples, seq, places],
-            || format!("results are on their way back, [0, features], and weights [{samples}, {seq}, {places}]"),
-            inputs,
+            format_args!("results are on their way back, [0, features], and weights [{samples}, {seq}, {places}]"),
         )?;
         cx.save_input(1)?;
         let (permutation, width) = (plan.device.permutation()?, results.shape()[1]);

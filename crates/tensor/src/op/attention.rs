@@ -84,14 +84,10 @@ impl Op for SelfAttention {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let qkv = inputs[0];
-        cx.require(
-            qkv.shape().len() == 5 && qkv.shape()[2] == 3,
-            || "qkv is [batch, seq, 3, heads, head_dim]".to_owned(),
-            inputs,
-        )?;
+        cx.require(qkv.shape().len() == 5 && qkv.shape()[2] == 3, "qkv is [batch, seq, 3, heads, head_dim]")?;
         let s = self.shape;
         if let Some(cache) = cx.tape().cache() {
-            cx.require(!self.masks.has_positions(), || "decoding continues one document".to_owned(), inputs)?;
+            cx.require(!self.masks.has_positions(), "decoding continues one document")?;
             self.masks.require_plain(self.name(), "decoding continues causal attention")?;
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;

@@ -27,11 +27,7 @@ impl Op for Bias {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, b) = (inputs[0], inputs[1]);
-        cx.require(
-            x.shape().ends_with(&b.shape()),
-            || "the trailing dims of x must be those of bias".to_owned(),
-            inputs,
-        )?;
+        cx.require(x.shape().ends_with(&b.shape()), "the trailing dims of x must be those of bias")?;
         Tensor::from_buffer(x.device(), x.device().pointwise()?.bias(x.buffer(), b.buffer())?, x.shape())
     }
 

@@ -175,8 +175,7 @@ impl Op for ChannelNorm {
         let (x, gamma, beta) = (inputs[0], inputs[1], inputs.get(2).map(|&beta| beta.clone()));
         cx.require(
             inputs[1..].iter().all(|vector| vector.shape()[..] == [self.groups.channels]),
-            || "gamma and beta are vectors over the channels of x".to_owned(),
-            inputs,
+            "gamma and beta are vectors over the channels of x",
         )?;
         (0..inputs.len()).try_for_each(|input| cx.save_input(input))?;
         let (groups, [mean, variance], eps) = (self.groups, self.moments.clone(), self.eps);

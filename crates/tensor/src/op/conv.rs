@@ -73,16 +73,15 @@ impl Op for Conv2d {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, w) = (inputs[0], inputs[1]);
-        require_images(cx, inputs)?;
+        require_images(cx, x)?;
         cx.require(
             w.shape().len() == 4 && w.shape()[3] == x.shape()[3],
-            || "weight must be [features, kernel height, kernel width, channels of x]".to_owned(),
-            inputs,
+            "weight must be [features, kernel height, kernel width, channels of x]",
         )?;
         let bias = self.bias.unwrap_or(Shape::new(&[w.shape()[0]]));
-        cx.require(bias[..] == w.shape()[..1], || "bias has a number per feature of weight".to_owned(), inputs)?;
+        cx.require(bias[..] == w.shape()[..1], "bias has a number per feature of weight")?;
         let windows = self.windows();
-        require_windows(cx, windows, inputs)?;
+        require_windows(cx, windows)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
         let ([m, n, k], device) = (self.mnk(), x.device());

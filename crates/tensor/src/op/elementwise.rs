@@ -327,11 +327,7 @@ impl Op for Zipped {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, y) = (inputs[0], inputs[1]);
         let fits = self.broadcast.repeated().next().is_some() || x.shape() == y.shape();
-        cx.require(
-            fits,
-            || "the dims of y must be those of x, or its trailing ones, or have extent 1".to_owned(),
-            inputs,
-        )?;
+        cx.require(fits, "the dims of y must be those of x, or its trailing ones, or have extent 1")?;
         match self.f {
             Zip::Mul | Zip::Div => {
                 cx.save_input(0)?;

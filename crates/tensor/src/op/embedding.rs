@@ -71,8 +71,8 @@ impl Op for Lookup {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (ids, table) = (inputs[0], inputs[1]);
-        cx.require(table.shape().len() == 2, || "table is [rows, width]".to_owned(), inputs)?;
-        cx.require(ids.shape().len() < MAX_DIMS, || format!("the result has at most {MAX_DIMS} dims"), inputs)?;
+        cx.require(table.shape().len() == 2, "table is [rows, width]")?;
+        cx.require(ids.shape().len() < MAX_DIMS, format_args!("the result has at most {MAX_DIMS} dims"))?;
         cx.save(ids)?;
         let width = table.shape()[1];
         let out =
@@ -152,8 +152,7 @@ impl Op for Positions {
                 && table.shape().len() == 2
                 && table.shape()[1] == x.shape()[2]
                 && self.first + x.shape()[1] <= table.shape()[0],
-            || format!("x is [batch, seq, width] and table holds positions {}.. of that width", self.first),
-            inputs,
+            format_args!("x is [batch, seq, width] and table holds positions {}.. of that width", self.first),
         )?;
         let (seq, width) = (x.shape()[1], x.shape()[2]);
         let out = x.device().embedding()?.positions(x.buffer(), table.buffer(), self.first, seq, width)?;

@@ -408,25 +408,16 @@ impl Op for GroupedAttention {
         let (q_shape, kv_shape) = (q.shape(), kv.shape());
         cx.require(
             q_shape.len() == 4 && kv_shape.len() == 4 && kv_shape[0] == q_shape[0] && kv_shape[2] == 2,
-            || "q is [batch, seq, heads, head_dim] and kv [batch, seq, 2, features]".to_owned(),
-            inputs,
+            "q is [batch, seq, heads, head_dim] and kv [batch, seq, 2, features]",
         )?;
-        cx.require(self.misfit.is_none(), || self.misfit.unwrap_or_default().to_owned(), inputs)?;
-        cx.require(
-            s.rotary.is_none() || of.head_dim.is_multiple_of(2),
-            || "features turn in pairs: head_dim is even".to_owned(),
-            inputs,
-        )?;
+        cx.require(self.misfit.is_none(), self.misfit.unwrap_or_default())?;
+        cx.require(s.rotary.is_none() || of.head_dim.is_multiple_of(2), "features turn in pairs: head_dim is even")?;
         if let Some(bias) = inputs.last().filter(|_| self.masks.has_bias()) {
             let shape = Shape::new(&[of.heads, of.seq, s.keys]);
-            cx.require(bias.shape() == shape, || format!("bias is [heads, queries, keys], {shape:?}"), inputs)?;
+            cx.require(bias.shape() == shape, format_args!("bias is [heads, queries, keys], {shape:?}"))?;
         }
         if let Some((exchange, order)) = &self.exchange {
-            cx.require(
-                cx.tape().cache().is_none(),
-                || "decoding takes whole sequences: gather them".to_owned(),
-                inputs,
-            )?;
+            cx.require(cx.tape().cache().is_none(), "decoding takes whole sequences: gather them")?;
             let masks = self.masks.with(&inputs[2..]);
             let call = Exchanged { tape: cx.tape(), device: q.device(), shape: s, masks, order };
             let (out, [q, kv, whole, lse]) = exchange.attend(&call, q, kv)?;
@@ -442,13 +433,9 @@ impl Op for GroupedAttention {
             return Ok(out);
         }
         if let Some(cache) = cx.tape().cache() {
-            cx.require(!self.masks.has_positions(), || "decoding continues one document".to_owned(), inputs)?;
+            cx.require(!self.masks.has_positions(), "decoding continues one document")?;
             self.masks.require_plain(self.name(), "decoding continues causal attention")?;
-            cx.require(
-                self.is_whole(),
-                || "decoding takes the queries of all new tokens: gather them".to_owned(),
-                inputs,
-            )?;
+            cx.require(self.is_whole(), "decoding takes the queries of all new tokens: gather them")?;
             let (masks, group) = (self.masks.with(&[]), cx.tape().cache_group(self.types));
             let out = cache.attend(q.device(), s, [q.buffer(), kv.buffer()], masks, group)?;
             return Tensor::from_buffer(q.device(), out, q_shape);

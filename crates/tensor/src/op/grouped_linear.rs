@@ -118,8 +118,7 @@ impl RowGroups {
         let found = (x.first().copied(), w.first().copied());
         cx.require(
             found == (Some(self.total()), Some(self.rows.len())),
-            || format!("there are {} groups of {} rows altogether", self.rows.len(), self.total()),
-            inputs,
+            format_args!("there are {} groups of {} rows altogether", self.rows.len(), self.total()),
         )
     }
 }
@@ -222,8 +221,7 @@ impl Op for GroupedLinear {
         let (xs, ws) = (x.shape(), w.shape());
         cx.require(
             xs.len() == 1 + self.contract && ws.len() > self.contract && xs[1..] == ws[ws.len() - self.contract..],
-            || format!("x is [rows, ..] with the last {} dims of weight, which are summed over", self.contract),
-            inputs,
+            format_args!("x is [rows, ..] with the last {} dims of weight, which are summed over", self.contract),
         )?;
         cx.save_input_for(0, 1)?;
         cx.save_input(1)?;
@@ -234,11 +232,7 @@ impl Op for GroupedLinear {
             return Tensor::from_buffer(device, y, shape);
         }
         let gated = swiglu::gated(&shape);
-        cx.require(
-            gated.is_some(),
-            || "weight is [groups, .., features, 2, ..], pairs of gate and up".to_owned(),
-            inputs,
-        )?;
+        cx.require(gated.is_some(), "weight is [groups, .., features, 2, ..], pairs of gate and up")?;
         let (gated, stored) = (gated.unwrap_or_default(), device.operand_dtype(w.dtype()));
         let (product, y) = device.grouped_matmul()?.grouped_linear_swiglu(spec, x.buffer(), w.buffer(), stored)?;
         cx.save(&Tensor::from_buffer(device, product, shape)?)?;
@@ -296,7 +290,7 @@ impl Op for GroupedBias {
         let (x, bias) = (inputs[0], inputs[1]);
         self.groups.fits(cx, inputs)?;
         let fits = x.shape()[1..] == bias.shape()[1..];
-        cx.require(fits, || "x and bias have the same dims after the first".to_owned(), inputs)?;
+        cx.require(fits, "x and bias have the same dims after the first")?;
         let y = x.device().grouped_matmul()?.grouped_bias(&self.groups.rows, x.buffer(), bias.buffer())?;
         Tensor::from_buffer(x.device(), y, x.shape())
     }

@@ -87,16 +87,15 @@ fn without(op: &str, x: Operand<'_>, dim: usize) -> std::result::Result<Types, S
     rules::sum_over(op, Operand::value(x.name, types, x.ndim), dim)
 }
 
-fn require_dim(cx: &Forward<'_>, dim: usize, inputs: &[&Tensor]) -> Result<()> {
-    let ndim = inputs[0].shape().len();
-    cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)
+fn require_dim(cx: &Forward<'_>, dim: usize, x: &Tensor) -> Result<()> {
+    let ndim = x.shape().len();
+    cx.require(dim < ndim, format_args!("x has no dim {dim}: its dims are 0..{ndim}"))
 }
 
 /// Where the largest elements along a dim are.
-fn argmax(cx: &Forward<'_>, dim: usize, inputs: &[&Tensor]) -> Result<Tensor> {
-    require_dim(cx, dim, inputs)?;
-    let x = inputs[0];
-    cx.require(x.shape()[dim] > 0, || format!("dim {dim} has no elements, and so no largest one"), inputs)?;
+fn argmax(cx: &Forward<'_>, dim: usize, x: &Tensor) -> Result<Tensor> {
+    require_dim(cx, dim, x)?;
+    cx.require(x.shape()[dim] > 0, format_args!("dim {dim} has no elements, and so no largest one"))?;
     let index = x.device().indexing()?.argmax(x.buffer(), x.shape().around(dim).into())?;
     Tensor::from_buffer(x.device(), index, removed(&x.shape(), dim))
 }
@@ -120,7 +119,7 @@ impl Op for Max {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let (x, index) = (inputs[0], argmax(cx, self.dim, inputs)?);
+        let (x, index) = (inputs[0], argmax(cx, self.dim, inputs[0])?);
         cx.save_exact(&index)?;
         let y = x.device().indexing()?.pick(x.buffer(), index.buffer(), one_of_each(&self.shape, self.dim))?;
         Tensor::from_buffer(x.device(), y, index.shape())
@@ -141,7 +140,7 @@ impl Op for Argmax {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        argmax(cx, self.dim, inputs)
+        argmax(cx, self.dim, inputs[0])
     }
 
     fn backward(&self, _cx: &mut Backward<'_>, _grad: Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -176,19 +175,14 @@ impl Op for Pick {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, index) = (inputs[0], inputs[1]);
-        require_dim(cx, self.dim, inputs)?;
-        let fits = match self.each {
-            true => {
-                index.shape().len() == x.shape().len()
-                    && removed(&x.shape(), self.dim) == removed(&index.shape(), self.dim)
-            }
-            false => index.shape().len() == 1,
-        };
-        let problem = || match self.each {
-            true => format!("index has the dims of x, but for dim {}", self.dim),
-            false => "index is a vector".to_owned(),
-        };
-        cx.require(fits, problem, inputs)?;
+        require_dim(cx, self.dim, x)?;
+        if self.each {
+            let fits = index.shape().len() == x.shape().len()
+                && removed(&x.shape(), self.dim) == removed(&index.shape(), self.dim);
+            cx.require(fits, format_args!("index has the dims of x, but for dim {}", self.dim))?;
+        } else {
+            cx.require(index.shape().len() == 1, "index is a vector")?;
+        }
         cx.save_exact(index)?;
         let (picks, shape) = (self.picks(), x.shape().with(self.dim, self.picks().count));
         Tensor::from_buffer(x.device(), x.device().indexing()?.pick(x.buffer(), index.buffer(), picks)?, shape)

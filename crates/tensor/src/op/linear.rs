@@ -320,27 +320,25 @@ impl Op for Linear {
         let contract = self.product.contract;
         cx.require(
             xs.len() >= contract && ws.len() >= contract && xs[xs.len() - contract..] == ws[ws.len() - contract..],
-            || format!("the last {contract} dims of x and weight are summed over and must be equal"),
-            inputs,
+            format_args!("the last {contract} dims of x and weight are summed over and must be equal"),
         )?;
         let (lead, out) = (&xs[..xs.len() - contract], &ws[..ws.len() - contract]);
-        cx.require(lead.len() + out.len() <= MAX_DIMS, || format!("the result has at most {MAX_DIMS} dims"), inputs)?;
+        cx.require(lead.len() + out.len() <= MAX_DIMS, format_args!("the result has at most {MAX_DIMS} dims"))?;
         if let Then::Bias(bias) | Then::Gelu(Some(bias)) = &self.then {
-            cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
+            cx.require(bias[..] == *out, "bias has the dims of weight that are not summed over")?;
         }
         if let Some(Product { input_shape: us, weight_shape: vs, terms: [of_sum, _], .. }) = &self.plus {
             let fits = |of: &[usize], dims: &[usize]| of.split_last().is_some_and(|(_, leading)| leading == dims);
             cx.require(
                 fits(us, lead) && fits(vs, out) && us.last() == vs.last(),
-                || "u has the leading dims of x, v those of weight, and the last dim of both is summed over".to_owned(),
-                inputs,
+                "u has the leading dims of x, v those of weight, and the last dim of both is summed over",
             )?;
-            cx.require(*of_sum == Terms::WHOLE, || "no axis cuts the last dim of u and v".to_owned(), inputs)?;
+            cx.require(*of_sum == Terms::WHOLE, "no axis cuts the last dim of u and v")?;
         }
         let (device, shape) = (x.device(), Shape::new(&[lead, out].concat()));
         let gated = swiglu::gated(&shape).filter(|_| !out.is_empty());
         if let Then::Swiglu(_) = self.then {
-            cx.require(gated.is_some(), || "weight is [.., features, 2, ..], pairs of gate and up".to_owned(), inputs)?;
+            cx.require(gated.is_some(), "weight is [.., features, 2, ..], pairs of gate and up")?;
         }
         cx.save_input_for(0, 1)?;
         cx.save_input(1)?;

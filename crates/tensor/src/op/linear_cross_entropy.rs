@@ -208,10 +208,10 @@ impl Op for LinearLoss {
                 && xs.len() > 1
                 && xs.last() == ws.last()
                 && inputs[2..].iter().all(|of| of.shape()[..] == xs[..xs.len() - 1]),
-            || "x is [samples, .., features], weight [vocab, features], and targets have the shape of x without the features".to_owned(),
-            inputs,
+            "x is [samples, .., features], weight [vocab, features], and targets have the shape of x without the \
+             features",
         )?;
-        cx.require(self.chunk > 0 && targets.count() > 0, || "there is a token in each chunk".to_owned(), inputs)?;
+        cx.require(self.chunk > 0 && targets.count() > 0, "there is a token in each chunk")?;
         let (device, [samples, ..], rows) = (x.device(), self.input, targets.count());
         let (loss, layout) = (device.loss()?, device.layout()?);
         let mut parts: Vec<(Buffer, Buffer)> = Vec::new();

@@ -262,8 +262,7 @@ impl Op for VocabLoss {
         let (logits, targets, shape) = (inputs[0], inputs[1], inputs[0].shape());
         cx.require(
             inputs[1..].iter().all(|of| of.shape()[..] == shape[..shape.len().saturating_sub(1)]),
-            || "targets have the shape of logits without the vocabulary".to_owned(),
-            inputs,
+            "targets have the shape of logits without the vocabulary",
         )?;
         let loss = logits.device().loss()?;
         let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
@@ -318,8 +317,7 @@ impl Op for Correct {
         let lead = logits.shape().len().saturating_sub(1);
         cx.require(
             logits.shape()[..lead] == targets.shape()[..],
-            || "targets have the shape of logits without the vocabulary".to_owned(),
-            inputs,
+            "targets have the shape of logits without the vocabulary",
         )?;
         let (width, samples) = (logits.shape()[lead], targets.shape().first().copied().unwrap_or(1));
         let found = logits.device().loss()?.correct(logits.buffer(), targets.buffer(), width, samples)?;

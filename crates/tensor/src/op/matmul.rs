@@ -155,15 +155,12 @@ impl Op for Matmul {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let problem = || {
-            let (x, y) = match self.form {
-                Form::Nn => ("[.., m, k]", "[.., k, n]"),
-                Form::Nt => ("[.., m, k]", "[.., n, k]"),
-                Form::Tn => ("[.., k, m]", "[.., k, n]"),
-            };
-            format!("x is {x} and y {y}, with the same k and the same leading dims")
+        let (x, y) = match self.form {
+            Form::Nn => ("[.., m, k]", "[.., k, n]"),
+            Form::Nt => ("[.., m, k]", "[.., n, k]"),
+            Form::Tn => ("[.., k, m]", "[.., k, n]"),
         };
-        cx.require(self.fits(), problem, inputs)?;
+        cx.require(self.fits(), format_args!("x is {x} and y {y}, with the same k and the same leading dims"))?;
         cx.save_input_for(0, 1)?;
         cx.save_input_for(1, 0)?;
         let y = &cx.share(inputs[1])?;

@@ -111,14 +111,12 @@ impl Op for Norm {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, gain, params) = (inputs[0], inputs[1].shape(), &inputs[1..]);
-        cx.require(
-            x.shape().ends_with(&gain) && gain.len() == 1 && params.iter().all(|param| param.shape() == gain),
-            || match self.form {
-                Form::Layer { .. } => "gamma and beta are vectors over the last dim of x".to_owned(),
-                Form::Rms => "weight is a vector over the last dim of x".to_owned(),
-            },
-            inputs,
-        )?;
+        let fits = x.shape().ends_with(&gain) && gain.len() == 1 && params.iter().all(|param| param.shape() == gain);
+        let problem = match self.form {
+            Form::Layer { .. } => "gamma and beta are vectors over the last dim of x",
+            Form::Rms => "weight is a vector over the last dim of x",
+        };
+        cx.require(fits, problem)?;
         let how = (self.form, self.eps, self.stored);
         let (y, statistics) = Self::run(how, x, inputs[1], inputs.get(2).map(|&beta| beta.clone()))?;
         cx.save_input(0)?;

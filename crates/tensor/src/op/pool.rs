@@ -67,13 +67,12 @@ impl Op for Pooling {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
-        require_images(cx, inputs)?;
+        require_images(cx, inputs[0])?;
         let windows = self.windows();
-        require_windows(cx, windows, inputs)?;
+        require_windows(cx, windows)?;
         cx.require(
             windows.kernel.iter().all(|&kernel| self.padding < kernel),
-            || format!("padding {} leaves windows of {:?} on padding alone", self.padding, windows.kernel),
-            inputs,
+            format_args!("padding {} leaves windows of {:?} on padding alone", self.padding, windows.kernel),
         )?;
         let [height, width] = windows.count();
         let shape = match self.kernel {
@@ -104,26 +103,19 @@ impl Op for Pooling {
 }
 
 /// Refuses inputs that are not a batch of images.
-pub(super) fn require_images(cx: &Forward<'_>, inputs: &[&Tensor]) -> Result<()> {
-    let shape = inputs[0].shape();
-    cx.require(
-        shape.len() == 4 && shape.count() > 0,
-        || "x must be images [samples, height, width, channels]".to_owned(),
-        inputs,
-    )
+pub(super) fn require_images(cx: &Forward<'_>, x: &Tensor) -> Result<()> {
+    let shape = x.shape();
+    cx.require(shape.len() == 4 && shape.count() > 0, "x must be images [samples, height, width, channels]")
 }
 
 /// Refuses windows that do not fit the image.
-pub(super) fn require_windows(cx: &Forward<'_>, windows: Windows, inputs: &[&Tensor]) -> Result<()> {
+pub(super) fn require_windows(cx: &Forward<'_>, windows: Windows) -> Result<()> {
     let Windows { image: [height, width], kernel, stride, padding, .. } = windows;
     cx.require(
         stride > 0 && kernel.iter().all(|&kernel| kernel > 0) && windows.count().iter().all(|&count| count > 0),
-        || {
-            format!(
-                "windows of {kernel:?} with stride {stride} do not fit {height}×{width} pixels padded by {padding}: the kernel \
-                 must be no larger than the padded image, and both at least 1"
-            )
-        },
-        inputs,
+        format_args!(
+            "windows of {kernel:?} with stride {stride} do not fit {height}×{width} pixels padded by {padding}: the kernel \
+             must be no larger than the padded image, and both at least 1"
+        ),
     )
 }

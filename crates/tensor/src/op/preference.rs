@@ -57,11 +57,7 @@ impl Op for OfPairs {
         let types = [losses, reference, pairs].map(Tensor::dtype) == [DType::F64, DType::F64, DType::I32];
         cx.require(
             fits && types,
-            || {
-                "losses and the reference are f64 of [samples, 2 pairs], and the numbers of pairs i32 of [samples]"
-                    .to_owned()
-            },
-            inputs,
+            "losses and the reference are f64 of [samples, 2 pairs], and the numbers of pairs i32 of [samples]",
         )?;
         cx.save_input(0)?;
         cx.save_input(1)?;

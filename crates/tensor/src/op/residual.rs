@@ -45,7 +45,7 @@ impl Op for Add {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, y) = (inputs[0], inputs[1]);
-        cx.require(x.shape() == y.shape(), || "a sum of different shapes".to_owned(), inputs)?;
+        cx.require(x.shape() == y.shape(), "a sum of different shapes")?;
         Tensor::from_buffer(x.device(), x.device().pointwise()?.add(x.buffer(), y.buffer())?, x.shape())
     }
 
@@ -66,8 +66,7 @@ impl Op for BiasResidual {
         let (x, b, r) = (inputs[0], inputs[1], inputs[2]);
         cx.require(
             x.shape() == r.shape() && x.shape().ends_with(&b.shape()),
-            || "residual has the shape of x, and bias its trailing dims".to_owned(),
-            inputs,
+            "residual has the shape of x, and bias its trailing dims",
         )?;
         let y = x.device().pointwise()?.bias_residual(x.buffer(), b.buffer(), r.buffer())?;
         Tensor::from_buffer(x.device(), y, x.shape())

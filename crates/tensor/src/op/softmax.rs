@@ -23,7 +23,7 @@ impl Op for Softmax {
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
-        cx.require(!x.shape().is_empty(), || "x has at least one dim".to_owned(), inputs)?;
+        cx.require(!x.shape().is_empty(), "x has at least one dim")?;
         let y = x.device().reduction()?.softmax(x.buffer(), x.shape()[x.shape().len() - 1])?;
         let y = Tensor::from_buffer(x.device(), y, x.shape())?;
         cx.save(&y)?;

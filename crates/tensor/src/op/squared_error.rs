@@ -49,7 +49,7 @@ impl Op for SquaredError {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, targets) = (inputs[0], inputs[1]);
         let fits = x.shape() == targets.shape() && !x.shape().is_empty();
-        cx.require(fits, || "targets have the shape of x, [samples, ..]".to_owned(), inputs)?;
+        cx.require(fits, "targets have the shape of x, [samples, ..]")?;
         let (device, samples) = (x.device(), x.shape()[0]);
         let loss = device.reduction()?.squared_error(x.buffer(), targets.buffer(), samples, self.terms, self.scale)?;
         let loss = match self.terms.blocks {

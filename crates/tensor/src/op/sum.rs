@@ -120,7 +120,7 @@ impl Op for Sum {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
         let (dim, ndim) = (self.dim, x.shape().len());
-        cx.require(dim < ndim, || format!("x has no dim {dim}: its dims are 0..{ndim}"), inputs)?;
+        cx.require(dim < ndim, format_args!("x has no dim {dim}: its dims are 0..{ndim}"))?;
         let (outer, extent, inner) = x.shape().around(dim);
         let (device, x) = (x.device(), &cx.share(x)?);
         let sums = tree_sum(device, x.buffer(), (outer, extent, inner), self.blocks, self.scale)?;

@@ -78,7 +78,7 @@ impl Op for Swiglu {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
         let gated = gated(&x.shape());
-        cx.require(gated.is_some(), || "x is [.., features, 2], pairs of gate and up".to_owned(), inputs)?;
+        cx.require(gated.is_some(), "x is [.., features, 2], pairs of gate and up")?;
         let shape = gated.unwrap_or_default();
         cx.save_input(0)?;
         let make = move |x: &Tensor| {

@@ -6,7 +6,7 @@ use super::prelude::*;
 use super::uses::Uses;
 use crate::param::Params;
 use meshwork_core::rules::Operand;
-use std::fmt::Debug;
+use std::fmt::{Debug, Display};
 
 /// An operation with forward, backward and SPMD rule. A crate adds its own by implementing this and calling
 /// [`Tape::apply`](super::Tape::apply). If backward needs only inputs and result, [`Tape::custom`](super::Tape::custom)
@@ -187,15 +187,12 @@ impl<'a> Forward<'a> {
     }
 
     /// Refuses operands whose shapes do not fit.
-    pub fn require(&self, fits: bool, problem: impl FnOnce() -> String, inputs: &[&Tensor]) -> Result<()> {
+    pub fn require(&self, fits: bool, problem: impl Display) -> Result<()> {
         if fits {
             return Ok(());
         }
-        Err(Error::Shape {
-            op: self.op,
-            problem: problem(),
-            shapes: inputs.iter().map(|tensor| tensor.shape().to_vec()).collect(),
-        })
+        let shapes = self.inputs.iter().map(|input| input.tensor.shape().to_vec()).collect();
+        Err(Error::Shape { op: self.op, problem: problem.to_string(), shapes })
     }
 
     /// The saved tensors, and the recipe of the result.

@@ -45,7 +45,7 @@ impl Op for LeakyRelu {
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        cx.require(!inputs[0].shape().is_empty(), || "x has at least one dim".to_owned(), inputs)?;
+        cx.require(!inputs[0].shape().is_empty(), "x has at least one dim")?;
         let y = map(inputs[0], inputs[0], |x, _| x.max(x / 4.0))?;
         cx.save(&y)?;
         Ok(y)
