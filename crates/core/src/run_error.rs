@@ -35,11 +35,13 @@ fn message(panic: &(dyn Any + Send)) -> String {
 }
 
 /// How a rank failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum RankEnd {
     /// It returned this error. Of ranks of other processes it is the text.
+    #[error("{0}")]
     Error(Cause),
     /// It panicked with this message, or its thread could not be started.
+    #[error("panicked: {0}")]
     Panic(String),
 }
 
@@ -52,15 +54,6 @@ impl RankEnd {
             Activity::Panicked(message) => Some(RankEnd::Panic(message.clone())),
             Activity::Computing | Activity::Waiting => Some(RankEnd::Error(format!("has not ended, and {how}").into())),
             Activity::Left | Activity::Lost(_) => Some(RankEnd::Error(how.to_string().into())),
-        }
-    }
-}
-
-impl Display for RankEnd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            RankEnd::Error(error) => Display::fmt(error, f),
-            RankEnd::Panic(message) => write!(f, "panicked: {message}"),
         }
     }
 }

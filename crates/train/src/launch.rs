@@ -265,16 +265,16 @@ fn run(
     require_unasked(stop)?;
     let data = resumed.as_ref().map_or(data, |continued| &continued.data);
     let (mut begun, global) = (trainer.steps_done(), config.training.global_batch_size as u64);
-    if let (Some(reporter), true) = (&mut reporter, begun > steps) {
+    if begun > steps {
         let text =
             format!("the checkpoint is behind step {begun}, and training.steps = {steps}: nothing is left to train");
-        reporter.notes([text]);
+        note(&mut reporter, [text]);
     }
     let mut taken = 0; // samples, since the run began or went on
     let mut best = resumed.as_ref().and_then(Continued::best);
     if let Some(snapshots) = &snapshots {
         let told = snapshots.take(&trainer, json!({ POSITION: data.position(taken), BEST: best }))?;
-        reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
+        note(&mut reporter, [told]);
     }
     let mut has_replayed = false;
     let out_of_patience = |best| Best::is_out_of_patience(best, config.training.patience);
@@ -315,9 +315,7 @@ fn run(
         }
         if let (Some(replay), Some(replayed), Some(report)) = (replay, &replayed, reports.last()) {
             let told = replay.compare(&trainer, report, replayed)?;
-            reporter.iter_mut().for_each(|reporter| {
-                reporter.notes((!std::mem::replace(&mut has_replayed, true)).then(|| told.clone()))
-            });
+            note(&mut reporter, (!std::mem::replace(&mut has_replayed, true)).then_some(told));
         }
         let times = if reports.is_empty() { Vec::new() } else { trainer.times() };
         if let (Some(log), Some(own)) = (log.as_mut(), times.get(number)) {
@@ -344,7 +342,7 @@ fn run(
             snapshots.complete(last.step);
         }
         if validates && stopped {
-            reporter.iter_mut().for_each(|reporter| reporter.notes([not_validated(begun)]));
+            note(&mut reporter, [not_validated(begun)]);
         } else if validates {
             let compression = config.validation.compression;
             let cuts = if compression == ValidationCompression::Off { AtCuts::Exact } else { AtCuts::AsTrained };
@@ -363,7 +361,7 @@ fn run(
                 }
                 None => {
                     (outcome.stopped, saves) = (true, true);
-                    reporter.iter_mut().for_each(|reporter| reporter.notes([not_validated(begun)]));
+                    note(&mut reporter, [not_validated(begun)]);
                 }
             }
         }
@@ -372,7 +370,7 @@ fn run(
         }
         if let Some(saver) = &mut saver {
             let told = if saves { saver.save(&trainer, &data.position(taken), best)? } else { saver.poll() };
-            reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
+            note(&mut reporter, told);
         }
     }
     trainer.require_finite()?; // the last update too
@@ -383,9 +381,7 @@ fn run(
     }
     let early = best.filter(|_| trainer.steps_done() < steps && out_of_patience(best));
     let ended = early.is_some() || trainer.steps_done() >= steps;
-    if let Some(reporter) = &mut reporter {
-        reporter.notes(early.map(|best| stopped_early(trainer.steps_done(), best)));
-    }
+    note(&mut reporter, early.map(|best| stopped_early(trainer.steps_done(), best)));
     outcome.best = best;
     // Where the best weights could not be saved, those of the end are better than none.
     if let (Some(best), Some(dir), Some(files), true, Ok(())) =
@@ -393,9 +389,7 @@ fn run(
         && best.step < trainer.steps_done()
     {
         go_back(&mut trainer, files, (Path::new(dir), best.step), stop)?;
-        reporter.iter_mut().for_each(|reporter| {
-            reporter.notes([format!("step {}  is the best one: the run goes back to its weights", best.step)]);
-        });
+        note(&mut reporter, [format!("step {}  is the best one: the run goes back to its weights", best.step)]);
     }
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
@@ -409,10 +403,17 @@ fn run(
             export(config, &plan, &trainer, planned)?;
             format!("step {step}  exported to {out}")
         };
-        reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
+        note(&mut reporter, [told]);
     }
     saved.map_err(|error| RankError::Unsaved(Box::new(error)))?;
     Ok(outcome)
+}
+
+/// Shows notes, on rank 0.
+fn note(reporter: &mut Option<Reporter>, notes: impl IntoIterator<Item = impl Into<Note>>) {
+    if let Some(reporter) = reporter {
+        reporter.notes(notes);
+    }
 }
 
 fn stopped_early(step: u64, Best { step: best, loss, since }: Best) -> String {

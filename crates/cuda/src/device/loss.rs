@@ -79,15 +79,8 @@ impl Loss for CudaDevice {
     ) -> Result<Buffer> {
         let samples = pairs.count();
         let out = self.alloc(DType::F64, samples)?;
-        let number: usize = match number {
-            PairNumber::Loss => 0,
-            PairNumber::Chosen => 1,
-            PairNumber::Rejected => 2,
-            PairNumber::Margin => 3,
-            PairNumber::Correct => 4,
-        };
         launch!(self, "preference", "preference_forward", [samples, 0];
-            losses, reference, pairs, &out, of.beta, of.label_smoothing, number,
+            losses, reference, pairs, &out, of.beta, of.label_smoothing, number as usize,
             losses.count() / samples.max(1), samples
         )?;
         Ok(out)

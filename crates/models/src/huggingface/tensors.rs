@@ -51,12 +51,8 @@ impl Dtype {
     }
 
     /// Its name in a header.
-    pub(super) fn header_name(self) -> &'static str {
-        match self {
-            Self::F32 => "F32",
-            Self::Bf16 => "BF16",
-            Self::F16 => "F16",
-        }
+    pub(super) fn header_name(self) -> String {
+        self.name().to_uppercase()
     }
 
     /// Whether a value is a number in this type.

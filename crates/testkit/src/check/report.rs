@@ -63,7 +63,8 @@ fn lines(cases: &[WrongCase]) -> String {
 }
 
 /// One wrong case.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("tp={degree}, {}: {problem}", self.operands())]
 pub struct WrongCase {
     /// The number of ranks.
     pub degree: usize,
@@ -80,24 +81,28 @@ impl WrongCase {
     }
 }
 
-impl fmt::Display for WrongCase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "tp={}, {}: {}", self.degree, self.operands(), self.problem)
-    }
-}
-
 /// The mistake in a case.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Problem {
     /// Types that are accepted on one number of ranks and refused on another.
+    #[error(
+        "the types are accepted on tp={accepted} and refused here; a rule must not depend on the number of ranks \
+         ({refusal})"
+    )]
     RuleDependsOnDegree { accepted: usize, refusal: String },
     /// An error.
+    #[error("it fails: {0}")]
     Fails(String),
     /// The one-rank gradient is not what finite differences give.
+    #[error(
+        "element {element} of the gradient of {input} is {got}, and by finite differences {want}; this is wrong on one \
+         rank already: mend backward"
+    )]
     FiniteDifference { input: String, element: usize, got: f64, want: f64 },
     /// The ranks' values are not what one rank computes.
+    #[error("{what} is {ty}, and {difference}")]
     Differs {
         /// `the output`, or `the gradient of` an input.
         what: String,
@@ -106,35 +111,19 @@ pub enum Problem {
     },
 }
 
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::RuleDependsOnDegree { accepted, refusal } => write!(
-                f,
-                "the types are accepted on tp={accepted} and refused here; a rule must not depend on the number of ranks ({refusal})"
-            ),
-            Self::Fails(error) => write!(f, "it fails: {error}"),
-            Self::FiniteDifference { input, element, got, want } => write!(
-                f,
-                "element {element} of the gradient of {input} is {got}, and by finite differences {want}; this is wrong on one \
-                 rank already: mend backward"
-            ),
-            Self::Differs { what, ty, difference } => write!(f, "{what} is {ty}, and {difference}"),
-        }
-    }
-}
-
 /// How the ranks' values differ from what one rank computes.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Difference {
     /// The ranks hold different values where all should hold the same.
+    #[error("the ranks hold different values, or values of different extents{}", hint(*right_as))]
     RanksDisagree {
         /// A type by which the values would be right.
         right_as: Option<Ty>,
     },
     /// Other extents over all ranks than on one.
+    #[error("its extents over all ranks are {got:?} instead of {want:?}{}", hint(*right_as))]
     Extents {
         got: Vec<usize>,
         want: Vec<usize>,
@@ -142,8 +131,16 @@ pub enum Difference {
         right_as: Option<Ty>,
     },
     /// A multiple of the right values.
+    #[error(
+        "it is {0} times that of one rank, once per rank: something that is the same on every rank is summed over them, \
+         or multiplied by their number"
+    )]
     Multiple(usize),
     /// Other values.
+    #[error(
+        "it differs from that of one rank by {distance:.2e}, where the right one has the norm {norm:.2e}{}",
+        hint(*right_as)
+    )]
     Values {
         distance: f64,
         norm: f64,
@@ -151,41 +148,16 @@ pub enum Difference {
         right_as: Option<Ty>,
     },
     /// `Varying`, where no input is: it stands for no value that could be compared.
+    #[error("no input is Varying: give it the type that it has, so that others can compute with it")]
     Untyped,
 }
 
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::RanksDisagree { right_as } | Self::Extents { right_as, .. } | Self::Values { right_as, .. }) = self
-        else {
-            return match self {
-                Self::Multiple(degree) => write!(
-                    f,
-                    "it is {degree} times that of one rank, once per rank: something that is the same on every rank is summed over \
-                     them, or multiplied by their number"
-                ),
-                _ => {
-                    f.write_str("no input is Varying: give it the type that it has, so that others can compute with it")
-                }
-            };
-        };
-        match self {
-            Self::Extents { got, want, .. } => write!(f, "its extents over all ranks are {got:?} instead of {want:?}")?,
-            Self::Values { distance, norm, .. } => {
-                write!(
-                    f,
-                    "it differs from that of one rank by {distance:.2e}, where the right one has the norm {norm:.2e}"
-                )?;
-            }
-            _ => f.write_str("the ranks hold different values, or values of different extents")?,
-        }
-        match right_as {
-            Some(Ty::Partial) => {
-                f.write_str("; the ranks' values add up to the right one: a sum over the ranks is missing")
-            }
-            Some(ty) => write!(f, "; as {ty} it would be right"),
-            None => Ok(()),
-        }
+/// The end of a message: what `right_as` points to.
+fn hint(right_as: Option<Ty>) -> String {
+    match right_as {
+        Some(Ty::Partial) => "; the ranks' values add up to the right one: a sum over the ranks is missing".to_owned(),
+        Some(ty) => format!("; as {ty} it would be right"),
+        None => String::new(),
     }
 }
 

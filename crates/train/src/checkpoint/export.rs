@@ -8,7 +8,7 @@
 //! folder of PEFT.
 
 use super::{CheckpointError, dims_of, slice_of};
-use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault, LoraExport};
+use crate::config::{Config, EndOfText, EndOfTextWord, Fault, LoraExport};
 use crate::data::{Data, END, byte_level};
 use crate::generate::Compressed;
 use meshwork_checkpoint::{Block, Slice, copy};
@@ -70,7 +70,10 @@ fn described(config: &Config) -> Option<huggingface::Settings> {
 
 /// The export by the configuration alone.
 fn bare(config: &Config) -> Export {
-    Export { overwrite: config.checkpoint.export_overwrite, ..Export::new(config.architecture(), dtype(config)) }
+    Export {
+        overwrite: config.checkpoint.export_overwrite,
+        ..Export::new(config.architecture(), config.checkpoint.export_dtype.into())
+    }
 }
 
 /// The export of the adapters alone by the configuration, if that is what is asked for; without the hash of the base.
@@ -79,19 +82,11 @@ fn bare_adapter(config: &Config) -> Option<AdapterExport> {
     Some(AdapterExport {
         architecture: config.architecture(),
         lora,
-        dtype: dtype(config),
+        dtype: config.checkpoint.export_dtype.into(),
         base: config.model.init_from.as_deref()?.into(),
         base_hash: String::new(),
         overwrite: config.checkpoint.export_overwrite,
     })
-}
-
-fn dtype(config: &Config) -> huggingface::Dtype {
-    match config.checkpoint.export_dtype {
-        Dtype::F32 => huggingface::Dtype::F32,
-        Dtype::Bf16 => huggingface::Dtype::Bf16,
-        Dtype::F16 => huggingface::Dtype::F16,
-    }
 }
 
 /// The fault of a folder that could not be written at the end of the run, or that the run reads or writes to otherwise.

@@ -4,6 +4,7 @@ use super::setting::{Setting, stands_for, words};
 use meshwork_compress::Rounding;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
+use meshwork_models::huggingface;
 use meshwork_mpi::Reduction;
 use meshwork_optim::Decay;
 use meshwork_tensor::Precision;
@@ -156,6 +157,7 @@ stands_for! {
     ReductionName for Reduction { Tree => Self::Tree, Native => Self::Native }
     RoundingName for Rounding { Nearest => Self::Nearest, Stochastic => Self::Stochastic }
     Dtype for Option<HalfType> { F32 => None, Bf16 => Some(HalfType::Bf16), F16 => Some(HalfType::F16) }
+    Dtype for huggingface::Dtype { F32 => Self::F32, Bf16 => Self::Bf16, F16 => Self::F16 }
     SavedDtype for Option<Encoding> { F32 => None, Bf16 => Some(Encoding::Half(HalfType::Bf16)),
                                       F16 => Some(Encoding::Half(HalfType::F16)) }
     SavedEncoding for Option<Encoding> { Dense => None, Sparse => Some(Encoding::Sparse) }
