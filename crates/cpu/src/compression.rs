@@ -1,35 +1,15 @@
 use super::prelude::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{
-    Compressor, Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, TILE, compress_into, restore, restore_tiles,
-    wire_bytes,
+    Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse, TILE, compress_into, restore, restore_tiles, wire_bytes,
 };
 use meshwork_core::BufferError;
-use meshwork_tensor::kernel::Compression;
+use meshwork_tensor::kernel::{Compression, compress_error as failed, require_count, require_factors};
 
-/// Elements `at..at + count` of memory to be written.
-fn part<T>(all: &mut [T], at: usize, count: usize) -> Result<&mut [T]> {
+/// The first elements of memory to be written.
+fn first<T>(all: &mut [T], count: usize) -> Result<&mut [T]> {
     let held = all.len();
-    let (start, end) = (at, at.saturating_add(count));
-    all.get_mut(start..end).ok_or_else(|| BufferError::Range { start, end, count: held }.into())
-}
-
-/// Rejects memory whose length differs from the value's.
-fn require_count(count: usize, wanted: usize) -> Result<()> {
-    if count == wanted { Ok(()) } else { Err(BufferError::Range { start: 0, end: wanted, count }.into()) }
-}
-
-/// Rejects a matrix or factors whose lengths do not match the shape.
-fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
-    of.check(shape).map_err(failed("powersgd"))?;
-    let [of_p, of_q] = of.factors(shape);
-    [(m, shape.len()), (p, of_p), (q, of_q)]
-        .into_iter()
-        .try_for_each(|(buffer, len)| require_count(buffer.count(), len))
-}
-
-fn failed(op: &'static str) -> impl Fn(meshwork_compress::CompressError) -> Error {
-    move |source| Error::Compress { op, source: Box::new(source) }
+    all.get_mut(..count).ok_or_else(|| BufferError::Range { start: 0, end: count, count: held }.into())
 }
 
 /// The states of a sender as slices.
@@ -43,30 +23,14 @@ fn slices(sender: &mut Sender<Buffer>) -> Result<Sender<&mut [f32]>> {
 }
 
 impl Compression for Cpu {
-    fn pack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        draws: Draws,
-        x: &Buffer,
-        message: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
+    fn pack(&self, scheme: &Scheme, shape: Shape, draws: Draws, x: &Buffer, message: &mut Buffer) -> Result<()> {
         let bytes = wire_bytes(scheme, shape).map_err(failed("pack"))?;
-        let to = part(message.as_mut_slice::<u8>()?, at, bytes)?;
+        let to = first(message.as_mut_slice::<u8>()?, bytes)?;
         compress_into(scheme, x.as_slice()?, shape, draws, &mut [], to).map_err(failed("pack"))
     }
 
-    fn unpack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        message: &Buffer,
-        fold: Fold,
-        out: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
-        let to = part(out.as_mut_slice::<f32>()?, at, shape.len())?;
+    fn unpack(&self, scheme: &Scheme, shape: Shape, message: &Buffer, fold: Fold, out: &mut Buffer) -> Result<()> {
+        let to = first(out.as_mut_slice::<f32>()?, shape.len())?;
         let message = message.as_slice::<u8>()?;
         let (&Scheme::Values(values), true) = (scheme, to.len() > PIECE) else {
             return restore(message, scheme, shape, fold, to).map_err(failed("unpack"));
@@ -114,8 +78,7 @@ impl Compression for Cpu {
         shape: Shape,
         draws: Draws,
         m: &Buffer,
-        q: &mut Buffer,
-        p: &mut Buffer,
+        [p, q]: [&mut Buffer; 2],
     ) -> Result<()> {
         require_factors(of, shape, m, [p, q])?;
         let q = q.as_mut_slice::<f32>()?;
@@ -124,7 +87,7 @@ impl Compression for Cpu {
         Ok(())
     }
 
-    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&mut Buffer; 2]) -> Result<()> {
         require_factors(of, shape, m, [p, q])?;
         let p = p.as_mut_slice::<f32>()?;
         of.orthogonalise(p);

@@ -1,7 +1,7 @@
 use super::kernels::round::Loaded;
 use super::kernels::{loss, preference};
 use super::prelude::*;
-use meshwork_tensor::kernel::{Loss, PairNumber, Preference, VocabShard};
+use meshwork_tensor::kernel::{Loss, PairLosses, PairNumber, Preference, VocabShard};
 
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
@@ -109,26 +109,14 @@ impl Loss for Cpu {
         self.output::<f64>(ids.len(), |dvalues| loss::group_sums_backward(samples, dsums, ids, dvalues))
     }
 
-    fn preference(
-        &self,
-        losses: &Buffer,
-        reference: &Buffer,
-        pairs: &Buffer,
-        of: Preference,
-        number: PairNumber,
-    ) -> Result<Buffer> {
+    fn preference(&self, of: Preference, number: PairNumber, answers: PairLosses<'_>) -> Result<Buffer> {
+        let PairLosses { losses, reference, pairs } = answers;
         let (losses, reference, pairs) = (losses.as_slice()?, reference.as_slice()?, pairs.as_slice()?);
         self.output::<f64>(pairs.len(), |out| preference::forward(of, number, losses, reference, pairs, out))
     }
 
-    fn preference_grad(
-        &self,
-        losses: &Buffer,
-        reference: &Buffer,
-        pairs: &Buffer,
-        dloss: &Buffer,
-        of: Preference,
-    ) -> Result<Buffer> {
+    fn preference_grad(&self, of: Preference, answers: PairLosses<'_>, dloss: &Buffer) -> Result<Buffer> {
+        let PairLosses { losses, reference, pairs } = answers;
         let (losses, reference, pairs) = (losses.as_slice()?, reference.as_slice()?, pairs.as_slice()?);
         let dloss = dloss.as_slice()?;
         self.output::<f64>(losses.len(), |dlosses| preference::backward(of, losses, reference, pairs, dloss, dlosses))

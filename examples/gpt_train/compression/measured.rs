@@ -30,8 +30,8 @@ pub(super) fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Re
     let mut out = device.alloc(DType::F32, part.len())?;
     let kernels = device.compression()?;
     let draws = Draws::new(0, "the time of compression", 0);
-    let packed = best(TRIES, ENOUGH, || kernels.pack(scheme, part, draws, &x, &mut message, 0))?;
-    let restored = best(TRIES, ENOUGH, || kernels.unpack(scheme, part, &message, Fold::Replace, &mut out, 0))?;
+    let packed = best(TRIES, ENOUGH, || kernels.pack(scheme, part, draws, &x, &mut message))?;
+    let restored = best(TRIES, ENOUGH, || kernels.unpack(scheme, part, &message, Fold::Replace, &mut out))?;
     Ok([packed * share, restored * share])
 }
 
@@ -47,8 +47,8 @@ pub(super) fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Resul
     let (mut out, kernels) = (device.alloc(DType::F32, shape.len())?, device.compression()?);
     let draws = Draws::new(0, "the time of compression", 0);
     let seconds = best(TRIES, ENOUGH, || {
-        kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
-        kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
+        kernels.left_factor(of, shape, draws, &m, [&mut p, &mut q])?;
+        kernels.right_factor(of, shape, &m, [&mut p, &mut q])?;
         let factors = [p.clone(), q.clone()];
         kernels.join(of, shape, &factors, 2, &mut out)
     })?;

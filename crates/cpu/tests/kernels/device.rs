@@ -73,13 +73,15 @@ fn pieces_of_a_message_are_restored_as_the_whole() {
         message.restore(&scheme, shape, Fold::Add, &mut wanted).unwrap();
         let mut out = Buffer::from_vec(vec![0.5_f32; x.len() + 3]);
         let bytes = Buffer::from_vec(message.into_bytes());
-        cpu.compression().unwrap().unpack(&scheme, shape, &bytes, Fold::Add, &mut out, 2).unwrap();
+        let mut window = out.window(2..x.len() + 3).unwrap();
+        cpu.compression().unwrap().unpack(&scheme, shape, &bytes, Fold::Add, &mut window).unwrap();
+        drop(window);
         let got = out.as_slice::<f32>().unwrap();
         assert_eq!(&got[2..x.len() + 2], wanted, "{text}");
         assert_eq!((got[0], got[1], got[x.len() + 2]), (0.5, 0.5, 0.5), "{text}");
         let mut other = bytes.as_slice::<u8>().unwrap().to_vec();
         other[4] ^= 1; // of another shape
-        let wrong = cpu.compression().unwrap().unpack(&scheme, shape, &Buffer::from_vec(other), Fold::Add, &mut out, 2);
+        let wrong = cpu.compression().unwrap().unpack(&scheme, shape, &Buffer::from_vec(other), Fold::Add, &mut out);
         assert!(wrong.unwrap_err().to_string().contains("its scheme or shape is not"), "{text}");
     }
 }

@@ -7,21 +7,14 @@ use meshwork_compress::{
     Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, Packed, PowerSgd, Rounding,
     Scales, Scheme, Shape, Sparse, Values, header, wire_bytes,
 };
-use meshwork_tensor::kernel::{Compression, Layout, Optim, Pointwise};
+use meshwork_tensor::kernel::{
+    Compression, Layout, Optim, Pointwise, compress_error as failed, require_count, require_factors,
+};
 
 const POWERSGD: &str = "powersgd";
 
 /// Bytes from which indices are drawn: the words of the key, and the first counter.
 const DRAWS: usize = 16;
-
-fn failed(op: &'static str) -> impl Fn(CompressError) -> Error {
-    move |source| Error::Compress { op, source: Box::new(source) }
-}
-
-/// Rejects memory whose length differs from the value's.
-fn require_count(count: usize, wanted: usize) -> Result<()> {
-    if count == wanted { Ok(()) } else { Err(BufferError::Range { start: 0, end: wanted, count }.into()) }
-}
 
 /// Rejects memory of another type.
 fn require_dtype(x: &Buffer, asked: DType) -> Result<()> {
@@ -203,30 +196,15 @@ impl CudaDevice {
     }
 }
 
-/// Rejects a matrix, or factors p and q, of the wrong length.
-fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
-    of.check(shape).map_err(failed(POWERSGD))?;
-    let [of_p, of_q] = of.factors(shape);
-    [(m, shape.len()), (p, of_p), (q, of_q)].into_iter().try_for_each(|(x, len)| require_count(x.count(), len))
-}
-
 impl Compression for CudaDevice {
-    fn pack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        draws: Draws,
-        x: &Buffer,
-        message: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
+    fn pack(&self, scheme: &Scheme, shape: Shape, draws: Draws, x: &Buffer, message: &mut Buffer) -> Result<()> {
         const OP: &str = "pack";
         let bytes = wire_bytes(scheme, shape).map_err(failed(OP))?;
         self.f32s(OP, &[x])?;
         require_count(x.count(), shape.len())?;
         require_dtype(message, DType::U8)?;
-        message.slice(at..at.saturating_add(bytes))?;
-        let to = self.place_mut(OP, message)?.offset(at);
+        message.slice(0..bytes)?;
+        let to = self.place_mut(OP, message)?;
         launch!(self, OP, "message_words", [HEADER, 0]; to, words(header(scheme, shape)))?;
         let (x, body) = (Elements { at: self.place(OP, x)?, shape }, to.offset(HEADER));
         match scheme {
@@ -253,15 +231,7 @@ impl Compression for CudaDevice {
         }
     }
 
-    fn unpack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        message: &Buffer,
-        fold: Fold,
-        out: &mut Buffer,
-        at: usize,
-    ) -> Result<()> {
+    fn unpack(&self, scheme: &Scheme, shape: Shape, message: &Buffer, fold: Fold, out: &mut Buffer) -> Result<()> {
         const OP: &str = "unpack";
         let wanted = wire_bytes(scheme, shape).map_err(failed(OP))?;
         require_dtype(message, DType::U8)?;
@@ -269,8 +239,8 @@ impl Compression for CudaDevice {
             return Err(failed(OP)(MessageError::Bytes { bytes: message.count(), wanted }.into()));
         }
         self.f32s(OP, &[out])?;
-        out.slice(at..at.saturating_add(shape.len()))?;
-        let (from, to) = (self.place(OP, message)?, self.place_mut(OP, out)?.offset(4 * at));
+        out.slice(0..shape.len())?;
+        let (from, to) = (self.place(OP, message)?, self.place_mut(OP, out)?);
         let (words, found) = (words(header(scheme, shape)), self.fault_of(Checked::Message));
         launch!(self, OP, "message_check", [HEADER, 0]; from, words, found)?;
         let body = from.offset(HEADER);
@@ -283,7 +253,7 @@ impl Compression for CudaDevice {
                 let of = Elements { at: self.place(OP, &restored)?, shape: sparse.taken(shape) };
                 self.unpack_values(sparse.values, body.offset(values), Fold::Replace, of)?;
                 if fold == Fold::Replace {
-                    self.zero(out, at..at + shape.len())?;
+                    self.zero(out, 0..shape.len())?;
                 }
                 self.put_at(OP, &restored, &indices, fold, to)
             }
@@ -352,8 +322,7 @@ impl Compression for CudaDevice {
         shape: Shape,
         draws: Draws,
         m: &Buffer,
-        q: &mut Buffer,
-        p: &mut Buffer,
+        [p, q]: [&mut Buffer; 2],
     ) -> Result<()> {
         require_factors(of, shape, m, [p, q])?;
         if shape.is_empty() {
@@ -364,7 +333,7 @@ impl Compression for CudaDevice {
         launch!(self, POWERSGD, "low_rank_times", [16 * count, 0]; m, &*q, p, cols, of.rank, count)
     }
 
-    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
+    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&mut Buffer; 2]) -> Result<()> {
         require_factors(of, shape, m, [p, q])?;
         if shape.is_empty() {
             return Ok(());

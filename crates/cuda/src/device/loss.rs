@@ -1,5 +1,5 @@
 use super::prelude::*;
-use meshwork_tensor::kernel::{Loss, PairNumber, Preference, VocabShard};
+use meshwork_tensor::kernel::{Loss, PairLosses, PairNumber, Preference, VocabShard};
 
 const OP: &str = "cross_entropy";
 
@@ -69,14 +69,8 @@ impl Loss for CudaDevice {
         Ok(dvalues)
     }
 
-    fn preference(
-        &self,
-        losses: &Buffer,
-        reference: &Buffer,
-        pairs: &Buffer,
-        of: Preference,
-        number: PairNumber,
-    ) -> Result<Buffer> {
+    fn preference(&self, of: Preference, number: PairNumber, answers: PairLosses<'_>) -> Result<Buffer> {
+        let PairLosses { losses, reference, pairs } = answers;
         let samples = pairs.count();
         let out = self.alloc(DType::F64, samples)?;
         launch!(self, "preference", "preference_forward", [samples, 0];
@@ -86,14 +80,8 @@ impl Loss for CudaDevice {
         Ok(out)
     }
 
-    fn preference_grad(
-        &self,
-        losses: &Buffer,
-        reference: &Buffer,
-        pairs: &Buffer,
-        dloss: &Buffer,
-        of: Preference,
-    ) -> Result<Buffer> {
+    fn preference_grad(&self, of: Preference, answers: PairLosses<'_>, dloss: &Buffer) -> Result<Buffer> {
+        let PairLosses { losses, reference, pairs } = answers;
         let (samples, dlosses) = (pairs.count(), self.alloc(DType::F64, losses.count())?);
         launch!(self, "preference", "preference_backward", [samples, 0];
             losses, reference, pairs, dloss, &dlosses, of.beta, of.label_smoothing,

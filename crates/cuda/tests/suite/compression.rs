@@ -65,12 +65,18 @@ fn messages_have_the_cpus_bytes_and_restore_to_its_values() {
             let (of, x) = (device.compression()?, up(&mixed(text, shape.len())));
             // A message in the middle of a buffer, at an odd byte.
             let mut message = up(&Buffer::from_vec(vec![0xa5_u8; bytes + 8]));
-            of.pack(&scheme, shape, draws(), &x, &mut message, 5)?;
+            let mut window = message.window(5..bytes + 8)?;
+            of.pack(&scheme, shape, draws(), &x, &mut window)?;
+            drop(window);
             let sent = message.slice(5..5 + bytes)?;
             let mut out = up(&values("old", shape.len() + 4));
-            of.unpack(&scheme, shape, &sent, Fold::Replace, &mut out, 3)?;
+            let mut window = out.window(3..shape.len() + 4)?;
+            of.unpack(&scheme, shape, &sent, Fold::Replace, &mut window)?;
+            drop(window);
             let mut sum = up(&values("old", shape.len() + 4));
-            of.unpack(&scheme, shape, &sent, Fold::Add, &mut sum, 1)?;
+            let mut window = sum.window(1..shape.len() + 4)?;
+            of.unpack(&scheme, shape, &sent, Fold::Add, &mut window)?;
+            drop(window);
             Ok(vec![message.clone(), out, sum])
         });
     }
@@ -89,9 +95,9 @@ fn what_is_not_finite_is_sent_as_on_the_cpu() {
         let restored = |device: &dyn Device| -> Result<Vec<f32>> {
             let (of, x) = (device.compression()?, device.upload(&x)?);
             let mut message = device.zeros(DType::U8, bytes)?;
-            of.pack(&scheme, shape, draws(), &x, &mut message, 0)?;
+            of.pack(&scheme, shape, draws(), &x, &mut message)?;
             let mut out = device.zeros(DType::F32, 120)?;
-            of.unpack(&scheme, shape, &message, Fold::Replace, &mut out, 0)?;
+            of.unpack(&scheme, shape, &message, Fold::Replace, &mut out)?;
             Ok(device.download(&out)?.as_slice::<f32>()?.to_vec())
         };
         let Some([device, cpu]) = devices(Products::OfTheCpu) else { return };
@@ -121,7 +127,7 @@ fn indices_take_and_put_the_cpus_elements() {
 fn indices_of(device: &dyn Device, sparse: &Sparse, shape: Shape, x: &Buffer) -> Result<Buffer> {
     let scheme = Scheme::Sparse(*sparse);
     let mut message = device.zeros(DType::U8, wire_bytes(&scheme, shape).unwrap())?;
-    device.compression()?.pack(&scheme, shape, draws(), x, &mut message, 0)?;
+    device.compression()?.pack(&scheme, shape, draws(), x, &mut message)?;
     Ok(message.slice(sparse.index_bytes(shape))?)
 }
 
@@ -159,12 +165,12 @@ fn factors_of_matrices_have_the_cpus_bits() {
             let mut warm = values("q", q_len).as_slice::<f32>()?.to_vec();
             warm[..cols].fill(0.0);
             let (mut q, mut p) = (up(&Buffer::from_vec(warm)), up(&values("p", p_len)));
-            kernels.left_factor(of, shape, draws(), &m, &mut q, &mut p)?;
+            kernels.left_factor(of, shape, draws(), &m, [&mut p, &mut q])?;
             let left = [
                 device.layout()?.narrow(&p, 1, p_len, 1, 0..p_len)?,
                 device.layout()?.narrow(&q, 1, q_len, 1, 0..q_len)?,
             ];
-            kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
+            kernels.right_factor(of, shape, &m, [&mut p, &mut q])?;
             let [mut out, mut mean] = [up(&values("out", rows * cols)), up(&values("out", rows * cols))];
             let factors = [p, q];
             kernels.join(of, shape, &factors, 1, &mut out)?;
@@ -183,11 +189,11 @@ fn messages_that_are_none_are_errors() {
     assert_eq!(wire_bytes(&one, shape).unwrap(), wire_bytes(&other, shape).unwrap());
     let mut message = device.zeros(DType::U8, wire_bytes(&one, shape).unwrap()).unwrap();
     let mut out = device.zeros(DType::F32, 40).unwrap();
-    let short = of.unpack(&one, shape, &message.slice(0..9).unwrap(), Fold::Replace, &mut out, 0).unwrap_err();
+    let short = of.unpack(&one, shape, &message.slice(0..9).unwrap(), Fold::Replace, &mut out).unwrap_err();
     assert!(short.to_string().contains("9"), "{short}");
     let x = device.upload(&values("x", 40)).unwrap();
-    of.pack(&one, shape, draws(), &x, &mut message, 0).unwrap();
-    of.unpack(&other, shape, &message, Fold::Replace, &mut out, 0).unwrap();
+    of.pack(&one, shape, draws(), &x, &mut message).unwrap();
+    of.unpack(&other, shape, &message, Fold::Replace, &mut out).unwrap();
     let error = device.download(&out).unwrap_err().to_string();
     assert!(error.starts_with("unpack: a message is not one of the scheme and shape"), "{error}");
 }

@@ -881,12 +881,13 @@ fn channel_norms_squared_errors_and_accuracy_have_the_cpus_bits() {
         let [losses, reference, dloss] =
             [losses, vec![1.5, 1.0, 5.0, 3.0, 1.0, 1.0, 8.0, 7.0], vec![0.5, 0.25]].map(|of| up(&Buffer::from_vec(of)));
         let pairs = up(&Buffer::from_vec(vec![2_i32, 1]));
-        let number = |number| loss.preference(&losses, &reference, &pairs, of, number);
+        let answers = PairLosses { losses: &losses, reference: &reference, pairs: &pairs };
+        let number = |number| loss.preference(of, number, answers);
         Ok(vec![
             number(PairNumber::Loss)?,
             number(PairNumber::Margin)?,
             number(PairNumber::Correct)?,
-            loss.preference_grad(&losses, &reference, &pairs, &dloss, of)?,
+            loss.preference_grad(of, answers, &dloss)?,
         ])
     });
     same("sums of groups", |device, up| {

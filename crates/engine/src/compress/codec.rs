@@ -230,7 +230,7 @@ impl Codec {
             let mut sender = Sender { residual, estimate, momentum };
             let change = kernels.outgoing(Feedback::Ef21, &value, false, &mut sender)?;
             drop(value);
-            kernels.pack(&of.scheme, of.shape, draws, &change, &mut message, 0)?;
+            kernels.pack(&of.scheme, of.shape, draws, &change, &mut message)?;
             self.histories.keep(cut, micro, of, part(&message, of.bytes)?);
             return Ok((message, Some(sender.estimate)));
         }
@@ -243,9 +243,9 @@ impl Codec {
         match (&of.chosen, &indices) {
             (Some(sparse), Some(indices)) => {
                 let elements = kernels.take(sparse, of.shape, indices, &target)?;
-                kernels.pack(&of.scheme, of.sent, draws, &elements, &mut message, 0)?;
+                kernels.pack(&of.scheme, of.sent, draws, &elements, &mut message)?;
             }
-            _ => kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?,
+            _ => kernels.pack(&of.scheme, of.shape, draws, &target, &mut message)?,
         }
         if let Some(sender) = kept {
             let sent = restored(&*device, of, &part(&message, of.bytes)?, indices.as_ref())?;
@@ -272,7 +272,7 @@ impl Codec {
         let device = self.device.clone();
         if let Some(cut) = self.history(site) {
             let mut rows = self.histories.read(cut, micro, &*device)?;
-            device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, &mut rows, 0)?;
+            device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, &mut rows)?;
             self.histories.keep(cut, micro, of, message);
             return Ok(rows);
         }
@@ -283,7 +283,7 @@ impl Codec {
             return restored(&*device, of, &message, indices.as_ref());
         };
         match indices {
-            None => device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, estimate, 0)?,
+            None => device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, estimate)?,
             Some(_) => {
                 let change = restored(&*device, of, &message, indices.as_ref())?;
                 device.pointwise()?.add_assign(estimate, 0, &change)?;
@@ -303,7 +303,7 @@ impl Codec {
         let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
         let received = match (last, kept.map(|sender| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
             (Some(mut last), _) => {
-                device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last, 0)?;
+                device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last)?;
                 last
             }
             // The sender's estimate is the receiver's: both add the same message.

@@ -138,7 +138,7 @@ impl Sum for FactorSum {
             for MatrixRanges { elements, p, q } in matrices.each(self.of, p.start, q.start) {
                 let (m, draws) = (all.slice(elements)?, draws.skip(q.start));
                 let (mut q, mut p) = (self.q.window(q)?, first.window(p)?);
-                kernels.left_factor(self.of, matrices.shape, draws, &m, &mut q, &mut p)?;
+                kernels.left_factor(self.of, matrices.shape, draws, &m, [&mut p, &mut q])?;
             }
         }
         drop(whole);
@@ -157,7 +157,7 @@ impl Sum for FactorSum {
             for MatrixRanges { elements, p, q } in matrices.each(self.of, p.start, q.start) {
                 let m = all.slice(elements)?;
                 let (mut q, mut p) = (self.q.window(q)?, received.window(p)?);
-                kernels.right_factor(self.of, matrices.shape, &m, &mut p, &mut q)?;
+                kernels.right_factor(self.of, matrices.shape, &m, [&mut p, &mut q])?;
             }
         }
         if self.q.count() > 0 {

@@ -307,7 +307,7 @@ impl History {
             let first = data_rank * per_rank + micro * self.micro_batch;
             let of = &numbers[first..first + self.micro_batch];
             let mut rows = self.read(of, None, device)?;
-            device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut rows, 0)?;
+            device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut rows)?;
             let places = of.iter().copied().zip(0..).collect::<Vec<_>>().into_iter().rev();
             let places: Vec<_> = places.filter(|(number, _)| written.insert(*number)).collect();
             self.kept.write(&rows, &places)?;

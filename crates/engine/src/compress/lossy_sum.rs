@@ -70,13 +70,14 @@ impl LossySum {
         let (kernels, scheme) = (self.base.device.compression()?, &self.base.plan.scheme);
         if self.shards.is_empty() {
             let mut message = self.base.alloc(DType::U8, self.bytes)?;
-            kernels.pack(scheme, self.whole, draws, target, &mut message, 0)?;
+            kernels.pack(scheme, self.whole, draws, target, &mut message)?;
             return Ok(message);
         }
         let mut messages = self.base.alloc(DType::U8, self.shards.iter().map(|shard| shard.bytes).sum())?;
-        for (_, Shard { range, shape, at, .. }) in self.filled() {
+        for (_, Shard { range, shape, at, bytes }) in self.filled() {
             let (part, draws) = (target.slice(range.clone())?, draws.skip(range.start));
-            kernels.pack(scheme, *shape, draws, &part, &mut messages, *at)?;
+            let mut message = messages.window(*at..at + bytes)?;
+            kernels.pack(scheme, *shape, draws, &part, &mut message)?;
         }
         Ok(messages)
     }
@@ -86,11 +87,11 @@ impl LossySum {
         let (kernels, scheme) = (self.base.device.compression()?, &self.base.plan.scheme);
         let mut sent = self.base.alloc(DType::F32, self.base.plan.elements)?;
         if self.shards.is_empty() {
-            kernels.unpack(scheme, self.whole, messages, Fold::Replace, &mut sent, 0)?;
+            kernels.unpack(scheme, self.whole, messages, Fold::Replace, &mut sent)?;
         }
         for (_, Shard { range, shape, at, bytes }) in self.filled() {
-            let message = messages.slice(*at..at + bytes)?;
-            kernels.unpack(scheme, *shape, &message, Fold::Replace, &mut sent, range.start)?;
+            let (message, mut part) = (messages.slice(*at..at + bytes)?, sent.window(range.clone())?);
+            kernels.unpack(scheme, *shape, &message, Fold::Replace, &mut part)?;
         }
         Ok(sent)
     }
@@ -100,7 +101,7 @@ impl LossySum {
         let BucketSum { device, plan, .. } = &self.base;
         for rank in 0..if bytes > 0 { plan.ranks } else { 0 } {
             let message = received.slice(rank * bytes..(rank + 1) * bytes)?;
-            device.compression()?.unpack(&plan.scheme, shape, &message, Fold::Add, out, 0)?;
+            device.compression()?.unpack(&plan.scheme, shape, &message, Fold::Add, out)?;
         }
         Ok(())
     }
@@ -122,17 +123,18 @@ impl LossySum {
             if feedback {
                 total = kernels.outgoing(Feedback::Ef, &total, false, &mut self.shard)?;
             }
-            kernels.pack(&scheme, shape, draws, &total, &mut own, 0)?;
+            kernels.pack(&scheme, shape, draws, &total, &mut own)?;
             if feedback {
                 let mut sent = self.base.alloc(DType::F32, range.len())?;
-                kernels.unpack(&scheme, shape, &own.slice(0..bytes)?, Fold::Replace, &mut sent, 0)?;
+                kernels.unpack(&scheme, shape, &own.slice(0..bytes)?, Fold::Replace, &mut sent)?;
                 kernels.sent(Feedback::Ef, &total, &sent, &mut self.shard)?;
             }
         }
         let all = group.all_gather(own, self.base.alloc(DType::U8, ranks * longest)?)?;
         for (owner, Shard { range, shape, bytes, .. }) in self.filled() {
             let message = all.slice(owner * longest..owner * longest + bytes)?;
-            kernels.unpack(&scheme, *shape, &message, Fold::Replace, out, range.start)?;
+            let mut part = out.window(range.clone())?;
+            kernels.unpack(&scheme, *shape, &message, Fold::Replace, &mut part)?;
         }
         Ok(())
     }

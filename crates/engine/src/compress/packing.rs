@@ -106,7 +106,7 @@ impl CutValue<'_> {
 pub fn restored(device: &dyn Device, of: &Packed, message: &Buffer, indices: Option<&Buffer>) -> Result<Buffer> {
     let kernels = device.compression()?;
     let mut sent = device.alloc(DType::F32, of.sent.len())?;
-    kernels.unpack(&of.scheme, of.sent, message, Fold::Replace, &mut sent, 0)?;
+    kernels.unpack(&of.scheme, of.sent, message, Fold::Replace, &mut sent)?;
     match (of.chosen, indices) {
         (Some(sparse), Some(indices)) => Ok(kernels.put(&sparse, of.shape, indices, &sent)?),
         _ => Ok(sent),

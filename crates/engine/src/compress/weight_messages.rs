@@ -138,7 +138,8 @@ impl Messages for WeightMessages {
         for part in &of.slices[of.place].1 {
             let start = origin.range().start;
             let elements = slice.slice(part.range.start - start..part.range.end - start)?;
-            kernels.pack(&self.scheme, part.shape, self.draws(part), &elements, &mut message, part.at.start)?;
+            let mut message = message.window(part.at.clone())?;
+            kernels.pack(&self.scheme, part.shape, self.draws(part), &elements, &mut message)?;
         }
         let room = self.device.alloc(DType::U8, of.bytes * of.slices.len())?;
         Ok(Some([message, room]))
@@ -153,7 +154,8 @@ impl Messages for WeightMessages {
             let before = rank * of.bytes;
             for part in parts {
                 let message = messages.slice(before + part.at.start..before + part.at.end)?;
-                kernels.unpack(&self.scheme, part.shape, &message, Fold::Replace, &mut whole, part.range.start)?;
+                let mut elements = whole.window(part.range.clone())?;
+                kernels.unpack(&self.scheme, part.shape, &message, Fold::Replace, &mut elements)?;
             }
         }
         for padding in &of.padding {

@@ -70,6 +70,17 @@ pub enum PairNumber {
     Correct,
 }
 
+/// What each answer of pairs loses, and how many pairs there are.
+#[derive(Clone, Copy, Debug)]
+pub struct PairLosses<'a> {
+    /// `[samples, answers]`, an f64 for the chosen answer of each pair, and one for the rejected answer behind it.
+    pub losses: &'a Buffer,
+    /// The same of the reference.
+    pub reference: &'a Buffer,
+    /// An i32 for each sample: its number of pairs. Answers behind them count for nothing.
+    pub pairs: &'a Buffer,
+}
+
 kernels! {
     /// Cross entropy of logits `[rows, pitch]`, f32 or 16 bits, against i32 targets `[rows]`; a negative target is
     /// masked.
@@ -113,28 +124,14 @@ kernels! {
         fn group_sums_grad(&self, dsums: &Buffer, ids: &Buffer, samples: usize) -> Result<Buffer>
             | profile(Loss: dsums, ids), halves(as_is), meta(F64 => ids.count());
 
-        /// A number of the pairs of each sample, summed over them in f64. `losses` and `reference` `[samples, answers]`
-        /// have an f64 for the chosen answer of each pair, and one for the rejected answer behind it. `pairs` has an
-        /// i32 for each sample: how many it has. Answers behind them count for nothing.
-        fn preference(
-            &self,
-            losses: &Buffer,
-            reference: &Buffer,
-            pairs: &Buffer,
-            of: Preference,
-            number: PairNumber,
-        ) -> Result<Buffer>
-            | profile(Loss: losses, reference, pairs), halves(as_is), meta(F64 => pairs.count());
+        /// A number of the pairs of each sample, summed over them in f64.
+        fn preference(&self, of: Preference, number: PairNumber, answers: PairLosses<'_>) -> Result<Buffer>
+            | profile(Loss: answers.losses, answers.reference, answers.pairs), halves(as_is),
+              meta(F64 => answers.pairs.count());
 
         /// The gradients of the losses of answers, from an f64 per sample: the gradient of the loss of its pairs.
-        fn preference_grad(
-            &self,
-            losses: &Buffer,
-            reference: &Buffer,
-            pairs: &Buffer,
-            dloss: &Buffer,
-            of: Preference,
-        ) -> Result<Buffer>
-            | profile(Loss: losses, reference, pairs, dloss), halves(as_is), meta(like losses);
+        fn preference_grad(&self, of: Preference, answers: PairLosses<'_>, dloss: &Buffer) -> Result<Buffer>
+            | profile(Loss: answers.losses, answers.reference, answers.pairs, dloss), halves(as_is),
+              meta(F64 => answers.losses.count());
     }
 }

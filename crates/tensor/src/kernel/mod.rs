@@ -40,13 +40,13 @@ pub use attention::{
     TurnedHeads, seen_pairs,
 };
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
-pub use compression::Compression;
+pub use compression::{Compression, compress_error, require_count, require_factors};
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};
 pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad, block_rows};
 pub use indexing::{Indexing, Picks};
 pub use layout::{Layout, check_copy};
-pub use loss::{Loss, PairNumber, Preference, VocabShard};
+pub use loss::{Loss, PairLosses, PairNumber, Preference, VocabShard};
 pub use matmul::{FEW_TERMS, Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{FlatParts, Measured, Optim, WholeOptim, WholePart, WholeVectors};

@@ -99,6 +99,10 @@ operands! {
         result
     };
     &[Buffer] => &'a [Buffer], |all, proxy, work| work(&all.iter().map(|x| proxy.read(x)).collect::<Vec<_>>());
+    [&mut Buffer; 2] => [&'a mut Buffer; 2], |both, proxy, work| {
+        let [first, second] = both;
+        first.lend(proxy, |first| second.lend(proxy, |second| work([first, second])))
+    };
     &mut [Buffer] => &'a mut [Buffer], |all, proxy, work| {
         let mut inner: Vec<Buffer> = all.iter_mut().map(|x| proxy.take(x)).collect();
         let result = work(&mut inner);
@@ -112,6 +116,10 @@ operands! {
     Option<Buffer> => Self, |x, proxy, work| work(x.map(|x| proxy.keep(x)));
     MeanVariance<'_> => MeanVariance<'a>, |by, proxy, work| {
         work(MeanVariance { mean: &proxy.read(by.mean), variance: &proxy.read(by.variance), ..by })
+    };
+    PairLosses<'_> => PairLosses<'a>, |of, proxy, work| {
+        let [losses, reference, pairs] = &[of.losses, of.reference, of.pairs].map(|x| proxy.read(x));
+        work(PairLosses { losses, reference, pairs })
     };
     Choices<'_> => Choices<'a>, |choices, proxy, work| {
         work(Choices { ids: &proxy.read(choices.ids), slots: &proxy.read(choices.slots), ..choices })

@@ -237,11 +237,8 @@ impl Var {
         let [first, second] = [Joined::WithNext(Rc::clone(&waiting)), Joined::WithPrevious(waiting)];
         let apply = |(weight, bias): (&Var, Option<&Var>), joined: Joined| {
             let then = bias.map_or(Then::Nothing, |bias| Then::Bias(bias.shape()));
-            let op = Linear { joined, ..Linear::new(self, weight, contract, then) };
-            match bias {
-                Some(bias) => self.tape().apply(op, &[self, weight, bias]),
-                None => self.tape().apply(op, &[self, weight]),
-            }
+            let inputs: Vec<&Var> = [self, weight].into_iter().chain(bias).collect();
+            self.tape().apply(Linear { joined, ..Linear::new(self, weight, contract, then) }, &inputs)
         };
         Ok([apply(weights[0], first)?, apply(weights[1], second)?])
     }
@@ -251,11 +248,8 @@ impl Var {
     /// a bias, as with one of zeros.
     pub fn linear_gelu<'a>(&self, weight: &Var, bias: impl Into<Option<&'a Var>>, contract: usize) -> Result<Var> {
         let bias = bias.into();
-        let op = Linear::new(self, weight, contract, Then::Gelu(bias.map(Var::shape)));
-        match bias {
-            Some(bias) => self.tape().apply(op, &[self, weight, bias]),
-            None => self.tape().apply(op, &[self, weight]),
-        }
+        let inputs: Vec<&Var> = [self, weight].into_iter().chain(bias).collect();
+        self.tape().apply(Linear::new(self, weight, contract, Then::Gelu(bias.map(Var::shape))), &inputs)
     }
 
     /// The [SwiGLU](Self::swiglu) of `x · wᵀ`, for `w` `[.., features, 2, K..]`: the pair (gate, up) of a feature is

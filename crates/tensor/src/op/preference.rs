@@ -2,7 +2,7 @@
 
 use super::prelude::*;
 use super::whole::require_whole;
-use crate::kernel::{Map, PairNumber, Preference};
+use crate::kernel::{Map, PairLosses, PairNumber, Preference};
 use meshwork_core::DType;
 
 #[derive(Debug)]
@@ -30,6 +30,11 @@ impl Var {
         require_whole("preference", &[self, reference])?;
         self.tape().apply(OfPairs { of, number }, &[self, reference, pairs])
     }
+}
+
+fn answers(of: [&Tensor; 3]) -> PairLosses<'_> {
+    let [losses, reference, pairs] = of.map(Tensor::buffer);
+    PairLosses { losses, reference, pairs }
 }
 
 impl Op for OfPairs {
@@ -62,15 +67,14 @@ impl Op for OfPairs {
         cx.save_input(0)?;
         cx.save_input(1)?;
         cx.save_input(2)?;
-        let (loss, number) = (losses.device().loss()?, self.number);
-        let number = loss.preference(losses.buffer(), reference.buffer(), pairs.buffer(), self.of, number)?;
+        let number = losses.device().loss()?.preference(self.of, self.number, answers([losses, reference, pairs]))?;
         Tensor::from_buffer(losses.device(), number, [samples])
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (losses, reference, pairs, device) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, grad.device());
-        let buffers = [&losses, &reference, &pairs, &grad].map(Tensor::buffer);
-        let dlosses = device.loss()?.preference_grad(buffers[0], buffers[1], buffers[2], buffers[3], self.of)?;
+        let answers = answers([&losses, &reference, &pairs]);
+        let dlosses = device.loss()?.preference_grad(self.of, answers, grad.buffer())?;
         // Rewards depend on the difference of the two.
         let dreference = cx.needs(1).then(|| device.elementwise()?.map(Map::Scale(-1.0), &dlosses)).transpose()?;
         let shaped = |of| Tensor::from_buffer(device, of, losses.shape());

@@ -59,7 +59,8 @@ impl Packed {
         let mut values = device.alloc(dtype, self.count)?;
         for (rank, first) in (0..self.count).step_by(self.share.max(1)).enumerate() {
             let count = self.share.min(self.count - first);
-            self.unpack(device, flats, rank * self.bytes.end + self.bytes.start, count, (&mut values, first))?;
+            let mut to = values.window(first..first + count)?;
+            self.unpack(device, flats, rank * self.bytes.end + self.bytes.start, &mut to)?;
         }
         Ok(values)
     }
@@ -85,23 +86,16 @@ impl Packed {
         let _category = device.meter().enter(Category::Buffers);
         let mut values = device.alloc(DType::F32, self.part.len())?;
         if !self.part.is_empty() {
-            self.unpack(device, flat, self.bytes.start, self.part.len(), (&mut values, 0))?;
+            self.unpack(device, flat, self.bytes.start, &mut values)?;
         }
         Ok(values)
     }
 
-    /// Restores the message of `count` elements that begins at byte `from`.
-    fn unpack(
-        &self,
-        device: &dyn Device,
-        bytes: &Buffer,
-        from: usize,
-        count: usize,
-        (to, first): (&mut Buffer, usize),
-    ) -> Result<()> {
-        let shape = Shape::vector(count).map_err(failed)?;
+    /// Restores the message that begins at byte `from`, of as many elements as `to` has.
+    fn unpack(&self, device: &dyn Device, bytes: &Buffer, from: usize, to: &mut Buffer) -> Result<()> {
+        let shape = Shape::vector(to.count()).map_err(failed)?;
         let message = bytes.slice(from..from + wire_bytes(&self.scheme, shape).map_err(failed)?)?;
-        device.compression()?.unpack(&self.scheme, shape, &message, Fold::Replace, to, first)
+        device.compression()?.unpack(&self.scheme, shape, &message, Fold::Replace, to)
     }
 
     /// Replaces the numbers that are stored here, of the parameter of this name.
@@ -123,7 +117,8 @@ impl Packed {
         let shape = Shape::vector(self.part.len()).map_err(failed)?;
         let values = device.upload(&Buffer::from_slice(values))?;
         let draws = Draws::new(0, "", 0); // nothing is drawn
-        device.compression()?.pack(&self.scheme, shape, draws, &values, flat, self.bytes.start)
+        let mut message = flat.window(self.bytes.clone())?;
+        device.compression()?.pack(&self.scheme, shape, draws, &values, &mut message)
     }
 }
 

@@ -126,7 +126,8 @@ impl RowPacking {
         let draws = Draws::new(*seed, &format!("{name}: {what}, {:?}", self.flow), *step);
         for (shape, first, bytes) in parts {
             let (part, draws) = (rows.slice(first..first + shape.len())?, draws.skip(first));
-            device.compression()?.pack(&self.scheme, shape, draws, &part, &mut messages, bytes.start)?;
+            let mut message = messages.window(bytes)?;
+            device.compression()?.pack(&self.scheme, shape, draws, &part, &mut message)?;
         }
         Ok(messages)
     }
@@ -139,8 +140,8 @@ impl RowPacking {
         let device = &self.codec.device;
         let mut rows = device.alloc(DType::F32, runs.iter().sum::<usize>() * self.width)?;
         for (shape, first, bytes) in self.parts(runs)? {
-            let message = messages.slice(bytes)?;
-            device.compression()?.unpack(&self.scheme, shape, &message, Fold::Replace, &mut rows, first)?;
+            let (message, mut to) = (messages.slice(bytes)?, rows.window(first..first + shape.len())?);
+            device.compression()?.unpack(&self.scheme, shape, &message, Fold::Replace, &mut to)?;
         }
         if self.dtype == DType::F32 { Ok(rows) } else { device.pointwise()?.cast(&rows, self.dtype) }
     }
