@@ -4,7 +4,7 @@ use crate::comm::{Activity, Fault, grouped};
 use crate::pool;
 use std::any::Any;
 use std::error::Error;
-use std::fmt::{self, Debug, Display};
+use std::fmt::{self, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ fn message(panic: &(dyn Any + Send)) -> String {
 }
 
 /// How a rank failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum RankEnd {
     /// It returned this error. Of ranks of other processes it is the text.
     #[error("{0}")]
@@ -44,6 +44,8 @@ pub enum RankEnd {
     #[error("panicked: {0}")]
     Panic(String),
 }
+
+crate::debug_as_display!(RankEnd);
 
 impl RankEnd {
     /// The failure of a rank that is not here.

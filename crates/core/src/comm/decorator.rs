@@ -1,7 +1,6 @@
 //! Communicators around another one.
 
 use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
-use crate::pass_on;
 use std::fmt::Debug;
 use std::sync::Arc;
 

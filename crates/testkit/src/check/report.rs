@@ -44,7 +44,7 @@ pub enum CheckError {
     Indivisible { name: String, input: String, dim: usize, extent: usize },
 }
 
-meshwork_core::debug_as_display!(CheckError);
+meshwork_core::debug_as_display!(CheckError, WrongCase, Problem, Difference);
 
 /// A line for each problem, with its first case, and one for each other case that has it.
 fn lines(cases: &[WrongCase]) -> String {
@@ -63,7 +63,7 @@ fn lines(cases: &[WrongCase]) -> String {
 }
 
 /// One wrong case.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[error("tp={degree}, {}: {problem}", self.operands())]
 pub struct WrongCase {
     /// The number of ranks.
@@ -82,7 +82,7 @@ impl WrongCase {
 }
 
 /// The mistake in a case.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Problem {
@@ -112,7 +112,7 @@ pub enum Problem {
 }
 
 /// How the ranks' values differ from what one rank computes.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Difference {
