@@ -69,10 +69,15 @@ def variants():
     return {(kernel, name): (CUDA / f"{file}.cu", macros.replace(" = ", "=").split(", ")) for kernel, file, name, macros in found}
 
 
-def in_f16():
-    """{(kernel, "f16"): its file} of the files of src/f16.rs."""
-    files = re.findall(r'in_f16!\("(\w+)"\)', (ROOT / "kernels/src/f16.rs").read_text(encoding="utf-8"))
-    return {(kernel, "f16"): source for source in (CUDA / f"{file}.cu" for file in files) for kernel in KERNEL.findall(source.read_text(encoding="utf-8"))}
+def forms():
+    """[(a file, the type of its operands, the macros that it defines)] of src/operands.rs."""
+    found = re.findall(r'compiled!\("(\w+)", "(\w+)", (.*?)\),$', (ROOT / "kernels/src/operands.rs").read_text(encoding="utf-8"), re.MULTILINE)
+    return [(CUDA / f"{file}.cu", name, [macro.replace(" ", "=") for macro in re.findall(r'"([^"]+)"', macros)]) for file, name, macros in found]
+
+
+def of_forms():
+    """Of each kernel of a form its name and the type of its operands."""
+    return [(kernel, name) for source, name, _ in forms() for kernel in KERNEL.findall(source.read_text(encoding="utf-8"))]
 
 
 def nvcc(venv):
@@ -212,15 +217,15 @@ def busiest(instructions, following):
 
 
 def of_products(kernel, table):
-    """LDSM, HMMA, their ratio, all instructions and MUFU on the way through the loop over tiles, the share of an H100 and of an A100 that they
-    allow, and the blocks on an SM by registers; None without products."""
+    """Loads of 512 bytes, HMMA, their ratio, all instructions and MUFU on the way through the loop over tiles, the share of an H100 and of an A100
+    that they allow, and the blocks on an SM by registers; None without products."""
     code, threads = table[kernel, "code"]
     instructions, following = flow(code)
     loops = [(place, at) for at, places in enumerate(following) for place in places if place <= at]
-    count = lambda lines, name: sum(re.match(rf"(@!?U?P\w+ )?{name}\b", line) is not None for line in lines)
+    count = lambda lines, name: sum(re.match(rf"(@!?U?P\w+ )?(?:{name})\b", line) is not None for line in lines)
     first, last = max(loops, key=lambda loop: (count(instructions[loop[0]:loop[1] + 1], "HMMA"), loop[0] - loop[1]), default=(0, 0))
     way = busiest(instructions[first:last + 1], [[to - first for to in places if first <= to <= last] for places in following[first:last + 1]])
-    loads, products, powers = count(way, "LDSM"), count(way, "HMMA"), count(way, "MUFU")
+    loads, products, powers = count(way, r"LDSM|LDS\.128"), count(way, "HMMA"), count(way, "MUFU")
     if not loads:
         return None
     other = max(4 * loads, 2 * powers, len(way) / 4)
@@ -242,10 +247,11 @@ def counts(sources, table, old):
     lines = [
         "", f"## Instructions of {COUNTED}", "",
         "Counted in machine code. For an element: on the way for whole and aligned 16 bytes, without a bias; of the two types of 16 bits the",
-        "cheaper one. For products: `LDSM` of four matrices, `HMMA` of 16 × 8 × 16, all instructions and `MUFU` (powers of two) on the way through the",
-        "loop over tiles with the most products, of those the shortest: without masks. An SM of an H100 does an `HMMA` in 1 clock and one of an A100",
-        "in 2; both load an `LDSM` in 4 clocks (512 bytes for a warp), do a `MUFU` in 2, and issue 4 instructions a clock. The largest of these sums",
-        "bounds the share of the card's peak. Of two warps with the same rows both are counted, their common scores once. Blocks on an SM: by registers.",
+        "cheaper one. For products: `LDSM` of four matrices (in TF32 also `LDS` of 16 bytes a lane), `HMMA` of 16 × 8 × 16 (of TF32 16 × 8 × 8), all",
+        "instructions and `MUFU` (powers of two) on the way through the loop over tiles with the most products, of those the shortest: without masks. An",
+        "SM of an H100 does an `HMMA` of either kind in 1 clock and one of an A100 in 2; both load an `LDSM` in 4 clocks (512 bytes for a warp), do a",
+        "`MUFU` in 2, and issue 4 instructions a clock. The largest of these sums bounds the share of the card's peak for the type of the operands. Of two",
+        "warps with the same rows both are counted, their common scores once. Blocks on an SM: by registers.",
         "", "| kernel | instructions an element |", "|---|---|",
     ]
     for kernel in [*STRAIGHT, *LOOPS]:
@@ -253,7 +259,7 @@ def counts(sources, table, old):
     lines += ["", "| kernel | LDSM | HMMA | HMMA for each LDSM | instructions | MUFU | at most on an H100 | on an A100 | blocks on an SM |", "|---|" + 8 * "---|"]
     names = [name for source in sources if source.stem in PRODUCTS for name in KERNEL.findall(source.read_text(encoding="utf-8"))]
     of_products_alone = [key for key, (source, _) in variants().items() if source.stem in PRODUCTS]
-    for key in [*names, *of_products_alone, *in_f16()]:
+    for key in [*names, *of_products_alone, *of_forms()]:
         name = f"`{key}`" if isinstance(key, str) else f"`{key[0]}`, {key[1]}"
         lines.extend(row(old, f"| by the product: {name} | ", lambda: of_products(key, table)))
     lines += ["", "Waits for products between those that are started last before the powers of two, and the powers:", ""]
@@ -292,9 +298,9 @@ def report(sources, table, old):
         names = KERNEL.findall(source.read_text(encoding="utf-8"))
         for name in names:
             lines.extend(row(old, f"| {source.name} | `{name}` | ", lambda: taken(table, name)))
-    lines += ["", "Variants (`src/variants.rs`), and the forms of f16 (`src/f16.rs`):", "", *lines[5:7]]
+    lines += ["", "Variants (`src/variants.rs`), and the forms of f16 and TF32 (`src/operands.rs`):", "", *lines[5:7]]
     lines[-2] = lines[-2].replace("file | kernel", "kernel | variant")
-    for variant in [*variants(), *in_f16()]:
+    for variant in [*variants(), *of_forms()]:
         lines.extend(row(old, f"| `{variant[0]}` | {variant[1]} | ", lambda: taken(table, variant)))
     return "\n".join(lines + counts(sources, table, old)) + "\n"
 
@@ -309,7 +315,7 @@ def main():
     asked = [source for source in sources if not arguments.only or source.stem in arguments.only]
     jobs = [(source, target) for source in asked for target in TARGETS]
     jobs += [(source, target, variant, macros) for variant, (source, macros) in variants().items() if source in asked for target in TARGETS]
-    jobs += [(source, target, ("", "f16"), ("HALF_TYPE=F16Type",)) for source in sorted(set(in_f16().values())) if source in asked for target in TARGETS]
+    jobs += [(source, target, ("", name), macros) for source, name, macros in forms() if source in asked for target in TARGETS]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda job: compile_one(compiler, job[0], job[1], Path(folder), *job[2:]), jobs))
     faults, table = [fault for found, _ in results for fault in found], {}

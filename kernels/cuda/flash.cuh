@@ -1,5 +1,7 @@
 // Shared by the forms of flash attention: sizes of tiles, the rows of a lane, the mask, dropout, the online softmax,
-// products of a warp, which has T times 16 rows: an operand of 16 × 16 that it loads feeds 2 T products.
+// products of a warp, which has T times 16 rows: an operand of 16 × 16 that it loads, in TF32 of 16 × 8 or 8 × 16,
+// feeds 2 T products. Rows of tiles have WIDTH places of 16 bits, and columns are counted in places: 16 of them are the
+// terms of a product, 16 or 8.
 #pragma once
 #include "attention.cuh"
 #include "tensor_core.cuh"
@@ -9,94 +11,124 @@
 // Threads of a block of ROWS rows of which SHARE warps have the same 16 T.
 template <int ROWS, int T, int SHARE = 1> constexpr int TEAM_OF = ROWS / (16 * T) * SHARE * WARP;
 
-// This lane's place in the first 16 × 16 elements of a tile for ldmatrix, as load_a, load_b and load_b_transposed of
-// tensor_core.cuh have it.
-template <int DIM> DEVICE int place_of_a(int tile) { return here(tile + place<DIM>(lane_of_warp() % 16, lane_of_warp() / 16)); }
+// This lane's place in the first 16 rows and 16 places of a tile for ldmatrix, as load_a, load_b and load_b_transposed
+// of tensor_core.cuh have it.
+template <int WIDTH> DEVICE int place_of_a(int tile) { return here(tile + place<WIDTH>(lane_of_warp() % 16, lane_of_warp() / 16)); }
 
-template <int DIM> DEVICE int place_of_b(int tile) {
+template <int WIDTH> DEVICE int place_of_b(int tile) {
     int lane = lane_of_warp();
-    return here(tile + place<DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    return here(tile + place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 }
 
 // Starts to copy ROWS rows of keys and of values, with the same place `at` and rows `row` apart in both, into two
 // neighbouring tiles; otherwise as copy_rows. One loop for both takes fewer registers.
-template <int ROWS, int WIDTH, int TEAM>
-DEVICE void copy_pairs(int thread, Tiles tiles, int tile, const u16* k, const u16* v, i64 at, i64 row, int first, int end, int width) {
-    constexpr int STEP = TEAM * CHUNK / WIDTH;
-    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "consecutive places have a constant distance");
+template <int ROWS, int WIDTH, int TEAM, class Element>
+DEVICE void copy_pairs(int thread, Tiles tiles, int tile, const Element* k, const Element* v, i64 at, i64 row, int first, int end, int width) {
+    constexpr int STEP = STEP_OF<WIDTH, TEAM>, EACH = CHUNK_OF<Element>;
+    static_assert(ROWS % STEP == 0, "each thread copies as many rows");
     int r = thread / (WIDTH / CHUNK), chunk = thread % (WIDTH / CHUNK);
     int to = tile + place<WIDTH>(r, chunk), rows = end - first - r;
-    if (chunk * CHUNK >= width) rows = 0;
-    i64 next = at + (first + r) * row + chunk * CHUNK;
+    if (chunk * EACH >= width) rows = 0;
+    i64 next = at + (first + r) * row + chunk * EACH;
 #pragma unroll 1
     for (int i = 0; i < ROWS; i += STEP) {
         i64 from = i < rows ? next : 0;
-        copy_begin(tiles, to + i * WIDTH, k + from, i < rows);
-        copy_begin(tiles, to + (ROWS + i) * WIDTH, v + from, i < rows);
+        copy_begin(tiles, place_below<WIDTH, STEP>(to, i), k + from, i < rows);
+        copy_begin(tiles, place_below<WIDTH, STEP>(to, i) + ROWS * WIDTH, v + from, i < rows);
         next += STEP * row;
     }
 }
 
-// Loads 16 columns of 16 T rows, of the tile of place_of_a.
-template <int DIM, int T> DEVICE void load_rows(u32 (&a)[T][4], Tiles tiles, int place, int column) {
+// Loads 16 columns of 16 T rows, of the tile of place_of_a, which are operands.
+template <int WIDTH, int T> DEVICE void load_rows(u32 (&a)[T][4], Tiles tiles, int place, int column) {
 #pragma unroll
-    for (int t = 0; t < T; t++) load_matrices(a[t], tiles, place, column, 16 * t * DIM);
+    for (int t = 0; t < T; t++) load_matrices(a[t], tiles, place, column, 16 * t * WIDTH);
 }
 
 // c [16 T, 8 N] += A Bᵀ of 16 columns, from `column` on, of rows 0 .. 8 N of the tile of place_of_b.
-template <int DIM, class Half, int T, int N> DEVICE void add_columns(float (&c)[T][N][4], const u32 (&a)[T][4], Tiles tiles, int place, int column) {
+template <int WIDTH, class Operand, int T, int N> DEVICE void add_columns(float (&c)[T][N][4], const u32 (&a)[T][4], Tiles tiles, int place, int column) {
 #pragma unroll
     for (int j = 0; j < N; j += 2) {
         u32 b[4];
-        load_matrices(b, tiles, place, column, 8 * j * DIM);
+        load_matrices(b, tiles, place, column, 8 * j * WIDTH);
+        round_words<Operand>(b);
 #pragma unroll
         for (int t = 0; t < T; t++) {
-            mma<Half>(c[t][j], a[t], b[0], b[1]);
-            mma<Half>(c[t][j + 1], a[t], b[2], b[3]);
+            mma<Operand>(c[t][j], a[t], b[0], b[1]);
+            mma<Operand>(c[t][j + 1], a[t], b[2], b[3]);
         }
     }
 }
 
-// c [16 T, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
-template <int DIM, class Half, int T, int N> DEVICE void add_product(float (&c)[T][N][4], Tiles tiles, int a_tile, int row, int b_tile) {
-    int a_place = place_of_a<DIM>(a_tile + row * DIM), b_place = place_of_b<DIM>(b_tile);
+// c [16 T, 8 N] += A Bᵀ of rows `row` of tile a, which are operands, and rows 0 .. 8 N of tile b.
+template <int WIDTH, class Operand, int T, int N> DEVICE void add_product(float (&c)[T][N][4], Tiles tiles, int a_tile, int row, int b_tile) {
+    int a_place = place_of_a<WIDTH>(a_tile + row * WIDTH), b_place = place_of_b<WIDTH>(b_tile);
 #pragma unroll
-    for (int e = 0; e < DIM / 16; e++) {
+    for (int e = 0; e < WIDTH / 16; e++) {
         u32 a[T][4];
-        load_rows<DIM>(a, tiles, a_place, 16 * e);
-        add_columns<DIM, Half>(c, a, tiles, b_place, 16 * e);
+        load_rows<WIDTH>(a, tiles, a_place, 16 * e);
+        add_columns<WIDTH, Operand>(c, a, tiles, b_place, 16 * e);
     }
 }
 
 // The same with A in registers.
-template <int DIM, class Half, int T, int N>
-DEVICE void add_product(float (&c)[T][N][4], const u32 (&a)[DIM / 16][T][4], Tiles tiles, int b_tile) {
-    int b_place = place_of_b<DIM>(b_tile);
+template <int WIDTH, class Operand, int T, int N>
+DEVICE void add_product(float (&c)[T][N][4], const u32 (&a)[WIDTH / 16][T][4], Tiles tiles, int b_tile) {
+    int b_place = place_of_b<WIDTH>(b_tile);
 #pragma unroll
-    for (int e = 0; e < DIM / 16; e++) add_columns<DIM, Half>(c, a[e], tiles, b_place, 16 * e);
+    for (int e = 0; e < WIDTH / 16; e++) add_columns<WIDTH, Operand>(c, a[e], tiles, b_place, 16 * e);
 }
 
-// c [16 T, 8 M] += A B, where A is 16 T rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
-// `column` on of a tile.
-template <int DIM, class Half, int T, int M, int N>
-DEVICE void add_product_of(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column = 0) {
-    int b_place = place_of_a<DIM>(b_tile);
+// add_product_of in 16 bits.
+template <int WIDTH, class Operand, int T, int M, int N>
+DEVICE void add_product_of_halves(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column) {
+    int b_place = place_of_a<WIDTH>(b_tile);
 #pragma unroll
     for (int j = 0; j < N / 2; j++) {
         u32 a[T][4];
 #pragma unroll
-        for (int t = 0; t < T; t++) as_operand<Half>(a[t], left[t][2 * j], left[t][2 * j + 1]);
+        for (int t = 0; t < T; t++) as_operand<Operand>(a[t], left[t][2 * j], left[t][2 * j + 1]);
 #pragma unroll
         for (int e = 0; e < M / 2; e++) {
             u32 b[4];
-            load_matrices_transposed(b, tiles, b_place, column + 16 * e, 16 * j * DIM);
+            load_matrices_transposed(b, tiles, b_place, column + 16 * e, 16 * j * WIDTH);
 #pragma unroll
             for (int t = 0; t < T; t++) {
-                mma<Half>(c[t][2 * e], a[t], b[0], b[1]);
-                mma<Half>(c[t][2 * e + 1], a[t], b[2], b[3]);
+                mma<Operand>(c[t][2 * e], a[t], b[0], b[1]);
+                mma<Operand>(c[t][2 * e + 1], a[t], b[2], b[3]);
             }
         }
     }
+}
+
+// add_product_of in TF32: the columns of c have the order of load_terms.
+template <int WIDTH, int T, int M, int N>
+DEVICE void add_product_of_tf32(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column) {
+    int b_place = place_of_terms<WIDTH>(b_tile + column);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        u32 a[T][4];
+#pragma unroll
+        for (int t = 0; t < T; t++) as_operand_tf32(a[t], left[t][j]);
+#pragma unroll
+        for (int e = 0; e < M; e += 4) {
+            u32 upper[4], lower[4];
+            load_terms<WIDTH>(upper, lower, tiles, b_place, 8 * j * WIDTH + 16 * e);
+#pragma unroll
+            for (int t = 0; t < T; t++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) mma<Tf32Type>(c[t][e + i], a[t], upper[i], lower[i]);
+            }
+        }
+    }
+}
+
+// c [16 T, 8 M] += A B, where A is 16 T rows of 8 N results of products, and B the rows 0 .. 8 N and the columns from
+// `column` on, a multiple of 64, of a tile.
+template <int WIDTH, class Operand, int T, int M, int N>
+DEVICE void add_product_of(float (&c)[T][M][4], const float (&left)[T][N][4], Tiles tiles, int b_tile, int column = 0) {
+    if constexpr (IS_TF32<Operand>) add_product_of_tf32<WIDTH>(c, left, tiles, b_tile, column);
+    else add_product_of_halves<WIDTH, Operand>(c, left, tiles, b_tile, column);
 }
 
 // Sets all sums of a warp to zero.
@@ -286,10 +318,11 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
 
 // Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse. This
 // lane's first row is `own`.
-template <int DIM, class Half, int T>
-DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float (&o)[T][DIM / 8][4], const HeadOfBlock& head, int own, u16* out, float* lse,
-                          i64 heads, int first, int count, i64 in_memory, int head_dim, float scale) {
-    u16* to = out + (head.sample * in_memory * heads + head.head) * head_dim;
+template <int DIM, class Operand, int T>
+DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float (&o)[T][DIM / 8][4], const HeadOfBlock& head, int own,
+                          typename Operand::Element* out, float* lse, i64 heads, int first, int count, i64 in_memory, int head_dim, float scale) {
+    constexpr int WIDTH = WIDTH_OF<Operand, DIM>;
+    auto* to = out + (head.sample * in_memory * heads + head.head) * head_dim;
     float* lse_head = lse + (head.sample * heads + head.head) * in_memory;
     __syncthreads();  // the queries have been read
 #pragma unroll
@@ -298,14 +331,14 @@ DEVICE void store_outputs(OnlineSoftmax (&softmax)[T], Tiles tiles, const float 
         of.total0 = sum_of_row(of.total0), of.total1 = sum_of_row(of.total1);
         // A query that sees no key has no powers.
         float inverse0 = of.total0 > 0.0f ? 1.0f / of.total0 : 0.0f, inverse1 = of.total1 > 0.0f ? 1.0f / of.total1 : 0.0f;
-        put_rows<DIM, Half>(tiles, 0, o[t], inverse0, inverse1, (static_cast<int>(threadIdx.x) / WARP * T + t) * 16, 0);
+        put_rows<WIDTH, Operand>(tiles, 0, o[t], inverse0, inverse1, (static_cast<int>(threadIdx.x) / WARP * T + t) * 16, 0);
         if (lane_of_warp() % 4 != 0) continue;
         int row = own + 16 * t;
         if (row < count) lse_head[row] = of.total0 > 0.0f ? of.max0 * scale + ln_bits(of.total0) : -INFINITE;
         if (row + 8 < count) lse_head[row + 8] = of.total1 > 0.0f ? of.max1 * scale + ln_bits(of.total1) : -INFINITE;
     }
     __syncthreads();
-    store_tile<FLASH_ROWS, DIM, TEAM_OF<FLASH_ROWS, T>>(tiles, 0, to, heads * head_dim, first, count, head_dim);
+    store_tile<FLASH_ROWS, WIDTH, TEAM_OF<FLASH_ROWS, T>>(tiles, 0, to, heads * head_dim, first, count, head_dim);
 }
 
 // lse in powers of two, and D, of a lane's two rows, in backward.

@@ -26,6 +26,13 @@ DEVICE float from_f16(u16 x) {
     return y;
 }
 
+// x as an operand of TF32: rounded as by to_tf32 below; of a NaN some NaN.
+DEVICE u32 pack_tf32(float x) {
+    u32 word;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    return word;
+}
+
 // x, but a subnormal number becomes a zero of its sign.
 DEVICE float flushed(float x) {
     float y;

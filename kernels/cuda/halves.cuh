@@ -17,9 +17,11 @@ template <class Type> struct Halves {
     DEVICE Halves operator+(i64 i) const { return {at + i}; }
 };
 
-// A type of 16 bits: the values of a word in f32, two numbers rounded to a word (of NaN some NaN), for tensor cores
-// (subnormals stay), one number, NaN alone, and tensors of it.
+// A type of 16 bits: its elements in memory, the values of a word in f32, two numbers rounded to a word (of NaN some
+// NaN), for tensor cores (subnormals stay), one number, NaN alone, and tensors of it.
 struct Bf16Type {
+    using Element = u16;
+
     DEVICE static float wide(u16 x) { return from_bf16(x); }
     DEVICE static float low(u32 word) { return __uint_as_float(word << 16); }
     DEVICE static float high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
@@ -31,6 +33,8 @@ struct Bf16Type {
 };
 
 struct F16Type {
+    using Element = u16;
+
     DEVICE static float wide(u16 x) { return from_f16(x); }
     DEVICE static float low(u32 word) { return from_f16(static_cast<u16>(word)); }
     DEVICE static float high(u32 word) { return from_f16(static_cast<u16>(word >> 16)); }

@@ -44,6 +44,12 @@ inline uint16_t nearest_f16(float x) {
 inline uint32_t pack(float low, float high) { return host::nearest_bf16(low) | uint32_t(host::nearest_bf16(high)) << 16; }
 inline uint32_t pack_f16(float low, float high) { return host::nearest_f16(low) | uint32_t(host::nearest_f16(high)) << 16; }
 
+inline uint32_t pack_tf32(float x) {
+    uint32_t bits = host::bits_of(x);
+    if (x != x) return 0x7fffffff & 0xffffe000;
+    return ((bits & 0x7fffffff) < 0x7f800000 ? bits + 0x1000 : bits) & 0xffffe000;
+}
+
 inline float from_f16(uint16_t x) {
     uint32_t sign = (x & 0x8000u) << 16, exponent = x >> 10 & 0x1f, mantissa = x & 0x03ff;
     if (exponent == 0x1f) return host::of_bits(mantissa ? 0x7fffffff : sign | 0x7f800000);

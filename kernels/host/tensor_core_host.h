@@ -64,11 +64,22 @@ struct Halves {
 #define TILES(name, count) static host::Shared<uint16_t> name(#name, count, true)
 using Tiles = host::Shared<uint16_t>&;
 
-template <class Half> inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+namespace host {
+
+// Element i of a word of an operand. Tensor cores ignore the bits that TF32 lacks, and PTX asks for a rounded number.
+template <class Operand> float element(uint32_t word, unsigned i) {
+    if constexpr (sizeof(typename Operand::Element) == 2) return Operand::wide(uint16_t(word >> 16 * i));
+    if (word & 0x1fff) fail("an operand of TF32 that is not rounded");
+    return of_bits(word);
+}
+
+}  // namespace host
+
+template <class Operand> inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    constexpr unsigned EACH = 4 / sizeof(typename Operand::Element);  // elements of a word
     struct Words {
-        uint16_t a[4][2], b[2][2];
-    } mine;
-    memcpy(mine.a, a, sizeof mine.a), memcpy(mine.b[0], &b0, 4), memcpy(mine.b[1], &b1, 4);
+        uint32_t a[4], b[2];
+    } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     host::Lanes<Words> lanes(mine);
     unsigned lane = host::current->index % host::WARP, g = lane / 4, t = lane % 4;
     Words of_rows[4], of_columns[2][4];
@@ -78,9 +89,10 @@ template <class Half> inline void mma(float (&d)[4], const uint32_t (&a)[4], uin
     }
     for (unsigned at = 0; at < 4; at++) {
         unsigned lower = at / 2, column = at % 2;
-        for (unsigned k = 0; k < 16; k++) {
-            float x = Half::wide(of_rows[k % 8 / 2].a[k / 8 * 2 + lower][k % 2]);
-            d[at] += x * Half::wide(of_columns[column][k % 8 / 2].b[k / 8][k % 2]);
+        for (unsigned k = 0; k < 8 * EACH; k++) {
+            unsigned part = k / EACH % 4, high = k / EACH / 4;  // the lane of four that has it, and its word
+            float x = host::element<Operand>(of_rows[part].a[2 * high + lower], k % EACH);
+            d[at] += x * host::element<Operand>(of_columns[column][part].b[high], k % EACH);
         }
     }
 }
@@ -118,7 +130,7 @@ inline void load_matrices_transposed(uint32_t (&words)[4], Tiles tiles, int at, 
 }
 
 // The chunk must not be accessed until its thread has waited for it, nor by other threads until a barrier after that.
-inline void copy_begin(Tiles tiles, int at, const uint16_t* from, bool inside) {
+inline void copy_begin(Tiles tiles, int at, const void* from, bool inside) {
     if (at % 8 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("cp.async with an address that is no multiple of 16 bytes");
     host::Copies& mine = host::copies_of_thread();
     host::Copy copy{&tiles, at, {}, mine.groups};
@@ -157,6 +169,11 @@ template <class Chunk> Chunk chunk_of(Tiles tiles, int at) {
     return chunk;
 }
 #define read_chunk(tiles, at) chunk_of<Chunk>(tiles, at)
+
+template <class Chunk> void write_chunk(Tiles tiles, int at, const Chunk& chunk) {
+    if (at % 8) host::fail("16 bytes at a place that is no multiple of them");
+    for (int i = 0; i < 4; i++) tiles[at + 2 * i] = uint16_t(chunk.word[i]), tiles[at + 2 * i + 1] = uint16_t(chunk.word[i] >> 16);
+}
 
 // Products of four warps: ../cuda/warp_group.cuh. They are computed at the wait.
 

@@ -127,7 +127,7 @@ pub const NORM_WIDTH: u64 = 8192;
 /// Bytes of bits per block of `nonzeros_*`: `items` of their geometry are the bytes divided by this, rounded up.
 pub const NONZERO_CHUNK: u64 = 2048;
 
-const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
+pub(crate) const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
 /// One thread per 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/neighbours.cuh`.
 const TWOS: Geometry = Geometry::Elements { each: 2 };

@@ -2,22 +2,22 @@
 #![cfg_attr(not(feature = "host"), forbid(unsafe_code))]
 #![warn(missing_docs)]
 
-mod f16;
 mod families;
 pub mod floors;
 mod geometry;
 #[cfg(feature = "host")]
 pub mod host;
 mod kernel;
+mod operands;
 mod variants;
 
-pub use f16::{F16, f16};
 pub use families::{
     EXACT_PIECE, GROUPED_ROWS, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS,
     UPDATE_PIECE,
 };
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
+pub use operands::{F16, TF32, f16, tf32};
 pub use variants::{SM_90A, VARIANTS, Variant, for_sm_90a, tuned, variants};
 
 /// Options of the compiler, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product
@@ -103,7 +103,7 @@ mod tests {
             let casts = source.text.matches("reinterpret_cast<").count();
             let known = match source.name {
                 "neighbours.cuh" => 5,
-                "tensor_core.cuh" => 5,
+                "tensor_core.cuh" => 6,
                 "grouped_tensor.cu" => 1,
                 _ => 0,
             };

@@ -1,5 +1,6 @@
 //! The share of its peaks that a card reaches.
 
+use meshwork::tensor::Precision;
 use meshwork::train::config::{Architecture, Card};
 
 /// The operations a second of attention, by a card's peak.
@@ -9,7 +10,7 @@ pub enum Attention {
     Peak,
     /// A share of what the instructions of the kernels allow on tensor cores, and a share of the peak in f32.
     Kernels {
-        /// Of the bound in [`ALLOWED`].
+        /// Of the bound in [`OF_HALVES`] or [`OF_TF32`].
         tensor_cores: f64,
         /// Of the peak.
         f32: f64,
@@ -19,33 +20,45 @@ pub enum Attention {
 /// Upper bounds of the speed of the attention kernels by their instruction counts, for head dimensions up to the first
 /// number. Backward counts five products as work; products that its kernels recompute are not counted.
 /// `kernels/report.md` has the counts of each kernel, and docs/gpu_performance.md derives these bounds from them.
-const ALLOWED: [(usize, Allowed); 3] = [
-    (64, Allowed { ampere: [1.0, 0.71], hopper: [0.68, 0.5] }),
-    (128, Allowed { ampere: [1.0, 0.62], hopper: [0.67, 0.38] }),
-    (256, Allowed { ampere: [0.67, 0.4], hopper: [0.33, 0.2] }),
+const OF_HALVES: [(usize, Allowed); 3] = [
+    (64, Allowed { ampere: Some([1.0, 0.71]), hopper: [0.68, 0.5] }),
+    (128, Allowed { ampere: Some([1.0, 0.62]), hopper: [0.67, 0.38] }),
+    (256, Allowed { ampere: Some([0.67, 0.4]), hopper: [0.33, 0.2] }),
 ];
 
-/// Shares of a card's peak, forward and backward.
+/// The same of the kernels for TF32, by the peak of TF32.
+const OF_TF32: [(usize, Allowed); 3] = [
+    (64, Allowed { ampere: Some([1.0, 0.71]), hopper: [0.59, 0.38] }),
+    (128, Allowed { ampere: Some([1.0, 0.56]), hopper: [0.5, 0.28] }),
+    (256, Allowed { ampere: None, hopper: [0.33, 0.15] }),
+];
+
+/// Shares of a card's peak, forward and backward; none where the tiles of the kernels do not fit on the card.
 #[derive(Clone, Copy)]
 struct Allowed {
-    ampere: [f64; 2],
+    ampere: Option<[f64; 2]>,
     hopper: [f64; 2],
 }
 
 impl Attention {
-    /// The share of a card's peak that attention reaches with this head dimension, forward or backward.
-    pub fn share(self, card: &Card, tensor_cores: bool, head: usize, backward: bool) -> f64 {
-        match self {
-            Self::Peak => 1.0,
-            Self::Kernels { f32, .. } if !tensor_cores => f32,
-            Self::Kernels { tensor_cores, .. } => {
-                let (_, of) = ALLOWED.iter().find(|(most, _)| head <= *most).unwrap_or(&ALLOWED[ALLOWED.len() - 1]);
-                let allowed = match card.architecture {
-                    Architecture::Ampere => of.ampere,
-                    Architecture::Hopper => of.hopper,
-                };
-                tensor_cores * allowed[usize::from(backward)]
-            }
+    /// The operations a second that attention in a precision reaches on a card with this head dimension, forward or
+    /// backward.
+    pub fn rate(self, card: &Card, precision: Precision, head: usize, backward: bool) -> f64 {
+        let Self::Kernels { tensor_cores, f32 } = self else { return card.peak(precision) };
+        let bounds = match precision {
+            Precision::F32 => None,
+            Precision::Tf32 => Some(OF_TF32),
+            Precision::Bf16 => Some(OF_HALVES),
+        };
+        let of_head =
+            |bounds: [(usize, Allowed); 3]| bounds[bounds.iter().filter(|(most, _)| head > *most).count().min(2)].1;
+        let allowed = bounds.map(of_head).and_then(|of| match card.architecture {
+            Architecture::Ampere => of.ampere,
+            Architecture::Hopper => Some(of.hopper),
+        });
+        match allowed {
+            Some(allowed) => card.peak(precision) * tensor_cores * allowed[usize::from(backward)],
+            None => card.peak(Precision::F32) * f32,
         }
     }
 }

@@ -50,7 +50,15 @@ fn attention_is_bound_by_the_instructions_of_its_kernels() {
     let of = |half| Rates { half: Some(half), ..rates(Shares::PEAKS) }.operation(&attention);
     near(of(DType::F16), 1.1113e-3); // on tensor cores: 2^40 / 989.4e12
     near(of(DType::Bf16), 16.435e-3);
-    near(Rates { precision: Precision::Tf32, ..rates(Shares::PEAKS) }.operation(&attention), 16.435e-3);
+    near(Rates { precision: Precision::Tf32, ..rates(Shares::PEAKS) }.operation(&attention), 2.2226e-3);
+    let in_tf32 = |name, head, call| {
+        let span = span(Class::Attention, call, 1 << 40, 0);
+        Rates { precision: Precision::Tf32, ..reached(name, head) }.operation(&span) - 3e-6
+    };
+    near(in_tf32("h100", 64, "causal"), 5.3815e-3); // 2^40 / (494.7e12 * 0.59 * 0.7)
+    near(in_tf32("h100", 256, "causal_grad"), 21.1675e-3); // 0.15
+    near(in_tf32("a100", 128, "causal_grad"), 17.9801e-3); // 2^40 / (156e12 * 0.56 * 0.7)
+    near(in_tf32("a100", 256, "causal"), 125.3016e-3); // by the kernels of f32: 2^40 / (19.5e12 * 0.45)
 
     let config = config("num_heads = 2");
     let calls = calls(&config, &config.plan().unwrap(), 0).unwrap();
@@ -146,17 +154,20 @@ fn sixteen_bits_are_faster() {
     }
 }
 
-/// The same bytes as f32, and products on tensor cores: only these are faster.
+/// The same bytes as f32, and products and attention on tensor cores: only these are faster.
 #[test]
-fn tf32_makes_products_faster() {
+fn tf32_makes_products_and_attention_faster() {
     let [wide, tf32, half] = ["f32", "tf32", "bf16"].map(|dtype| {
-        let config = config(&format!("[training]\nmatmul_dtype = '{dtype}'"));
-        predict(&config, card("h100").unwrap(), Shares::PEAKS).unwrap()
+        // Sequences so long that memory does not bound attention in TF32.
+        let text = format!("[model]\nhidden_size = 256\nseq_len = 2048\n[training]\nmatmul_dtype = '{dtype}'");
+        predict(&Config::from_toml(&text).unwrap(), card("h100").unwrap(), Shares::PEAKS).unwrap()
     });
     let of = |step: &StepTime, class| step.classes[&class].seconds;
-    let products = [&wide, &tf32, &half].map(|step| of(step, Class::Product));
-    assert!(products[0] > products[1] && products[1] > products[2], "{products:?}");
-    for class in [Class::Attention, Class::Norm, Class::Optimizer] {
+    for class in [Class::Product, Class::Attention] {
+        let seconds = [&wide, &tf32, &half].map(|step| of(step, class));
+        assert!(seconds[0] > seconds[1] && seconds[1] > seconds[2], "{class:?}: {seconds:?}");
+    }
+    for class in [Class::Norm, Class::Optimizer] {
         assert_eq!(of(&tf32, class), of(&wide, class), "{class:?}");
     }
     let report = report(

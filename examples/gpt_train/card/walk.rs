@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Rates<'a> {
     pub(super) card: &'a Card,
     pub(super) shares: Shares,
-    /// The precision of products and attention. Attention of f16 is always on tensor cores; that of TF32 never.
+    /// The precision of products and attention. Attention of f16 is always on tensor cores, as fast as that of bf16.
     pub(super) precision: Precision,
     /// Features of a head of attention.
     pub(super) head: usize,
@@ -68,12 +68,9 @@ impl Rates<'_> {
             && span.dtype == Some(DType::F32)
             && !matches!(span.class, Class::Optimizer | Class::Memory | Class::Compression);
         let bytes = if halved { 0.5 } else { 1.0 } * span.bytes as f64;
-        let in_half = self.precision == Precision::Bf16 || self.half == Some(DType::F16);
+        let of_attention = if self.half == Some(DType::F16) { Precision::Bf16 } else { self.precision };
         let rate = match span.class {
-            Class::Attention => {
-                let peak = self.card.peak(if in_half { Precision::Bf16 } else { Precision::F32 });
-                peak * attention.share(self.card, in_half, self.head, span.name.ends_with("_grad"))
-            }
+            Class::Attention => attention.rate(self.card, of_attention, self.head, span.name.ends_with("_grad")),
             _ => self.card.peak(self.precision) * products,
         };
         let computing = span.flops as f64 / rate;

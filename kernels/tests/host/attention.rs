@@ -11,7 +11,7 @@ use meshwork_cpu::kernels::attention::{
     pair_bias_grad,
 };
 use meshwork_cpu::kernels::dropout::Mask;
-use meshwork_kernels::{F16, VARIANTS, Variant};
+use meshwork_kernels::{F16, TF32, VARIANTS, Variant};
 use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
 use meshwork_testkit::Sampled;
@@ -452,21 +452,24 @@ fn some_cases() -> [Case; 3] {
     ]
 }
 
-/// A type of 16 bits for tensor cores.
-trait Half: Element + AddAssign {
+/// A type of tensors for tensor cores.
+trait Operand: Element + AddAssign {
     const NAN: Self;
     const ZERO: Self;
-    /// The distance from 1 to the next number.
+    /// The distance from 1 to the next number that products read.
     const EPSILON: f32;
+    /// How the CPU multiplies the same operands.
+    const ON_CPU: Precision;
     fn of(x: f32) -> Self;
     fn wide(self) -> f32;
 }
 
 macro_rules! halves {
-    ($($t:ident),*) => { $(impl Half for $t {
+    ($($t:ident),*) => { $(impl Operand for $t {
         const NAN: Self = $t::NAN;
         const ZERO: Self = $t::ZERO;
         const EPSILON: f32 = $t::EPSILON.to_f32_const();
+        const ON_CPU: Precision = Precision::F32;
         fn of(x: f32) -> Self {
             $t::from_f32(x)
         }
@@ -476,6 +479,20 @@ macro_rules! halves {
     })* };
 }
 halves!(bf16, f16);
+
+/// Products round f32 to TF32, which has 11 bits.
+impl Operand for f32 {
+    const NAN: Self = Self::NAN;
+    const ZERO: Self = 0.0;
+    const EPSILON: f32 = 1.0 / 1024.0;
+    const ON_CPU: Precision = Precision::Tf32;
+    fn of(x: f32) -> Self {
+        x
+    }
+    fn wide(self) -> f32 {
+        self
+    }
+}
 
 /// The forms for f16 on operands of f16, eight times as near: they round eight times as finely.
 #[test]
@@ -491,16 +508,36 @@ fn attention_of_f16_on_tensor_cores_is_near_that_of_the_cpu() {
     });
 }
 
+/// The forms for TF32 on operands of f32, against the CPU's attention in TF32: eight times as near as those of bf16.
+#[test]
+fn attention_of_tf32_on_tensor_cores_is_near_that_of_the_cpu() {
+    build::with_forms(&TF32, None, || {
+        let mut cases: Vec<Case> = cases_on_tensor_cores().into_iter().sampled_in_turn(4, 3).collect();
+        cases.extend(some_cases());
+        cases.extend([
+            Case { window: Some(70), ..case([2, 150, 4, 64], [2, 3, 1], false, false) },
+            case([1, 149, 1, 64], [1, 1, 0], false, true),
+            case([1, 70, 2, 128], [2, 1, 0], false, true),
+            case([1, 90, 2, 256], [2, 1, 0], false, false),
+        ]);
+        are_near_those_of_the_cpu::<f32>(&cases);
+    });
+}
+
 /// Attention of bf16 on tensor cores against that of the CPU in f32 on the same operands, norm-wise.
 #[test]
 fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
+    is_near_that_of_the_cpu(&cases_on_tensor_cores().into_iter().sampled_in_turn(4, 1).collect::<Vec<_>>());
+}
+
+fn cases_on_tensor_cores() -> [Case; 19] {
     let of_documents = |case| Case { documents: Some(true), ..case };
     let among = |count, first_query, case: Case| Case {
         dims: Dims { keys: Keys::new(count, first_query), ..case.dims },
         ..case
     };
     let windowed = |window, case: Case| Case { window: Some(window), ..case };
-    let cases = [
+    [
         case([1, 1, 1, 8], [1, 1, 0], false, false),
         case([2, 150, 2, 64], [1, 2, 0], false, false),
         case([1, 300, 4, 16], [2, 3, 1], false, false),
@@ -521,15 +558,14 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         case([2, 140, 2, 64], [2, 1, 0], false, true),
         case([1, 149, 1, 64], [1, 1, 0], false, true),
         windowed(60, of_documents(among(160, 13, case([1, 140, 2, 80], [2, 1, 0], false, true)))),
-    ];
-    is_near_that_of_the_cpu(&cases.into_iter().sampled_in_turn(4, 1).collect::<Vec<_>>());
+    ]
 }
 
 fn is_near_that_of_the_cpu(cases: &[Case]) {
     are_near_those_of_the_cpu::<bf16>(cases);
 }
 
-fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
+fn are_near_those_of_the_cpu<H: Operand>(cases: &[Case]) {
     // The bounds below are those of bf16.
     let finer = f64::from(H::EPSILON / bf16::EPSILON.to_f32());
     for &Case { dims, groups, dropped, documents, window, .. } in cases {
@@ -553,9 +589,8 @@ fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
         let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, ..Masks::default() };
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
-        let f32s = Precision::F32;
         grouped_forward(
-            f32::tiles(f32s),
+            f32::tiles(H::ON_CPU),
             dims,
             groups,
             None,
@@ -568,7 +603,7 @@ fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; kv_rows * 2 * kv_width]);
         let saved = Saved { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
         grouped_backward(
-            f32::tiles(f32s),
+            f32::tiles(H::ON_CPU),
             dims,
             groups,
             None,
@@ -643,7 +678,7 @@ fn are_near_those_of_the_cpu<H: Half>(cases: &[Case]) {
         if room > 128 || dropped || H::EPSILON < bf16::EPSILON.to_f32() {
             continue;
         }
-        // The forms for sm_90a, which has none for longer heads, for dropout and for f16.
+        // The forms for sm_90a, which has none for longer heads, for dropout and for other types.
         let mut words = vec![0_u64; 4 * 16 + 8];
         let (at, kv_room) = (words.as_ptr().align_offset(64), first + heads / size);
         #[rustfmt::skip]

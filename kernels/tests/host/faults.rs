@@ -112,6 +112,17 @@ KERNEL boxed_too_early(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL, true
 KERNEL boxed_too_few(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL - 16, true, true>(out, count); }
 KERNEL boxed_too_many(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL + 16, true, true>(out, count); }
 
+// A number of 12 bits as an operand of TF32, which has 11, and rounded.
+template <bool ROUNDED> DEVICE void product(float* out, i64 count) {
+    u32 words[4] = {0x3f801000u, 0x3f801000u, 0x3f801000u, 0x3f801000u};
+    if (ROUNDED) round_words<Tf32Type>(words);
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma<Tf32Type>(sums, words, words[0], words[1]);
+    if (threadIdx.x < count) out[threadIdx.x] = sums[0] > 8.0f ? 1.0f : 0.0f;
+}
+KERNEL operands_rounded(float* out, i64 count) { product<true>(out, count); }
+KERNEL operands_not_rounded(float* out, i64 count) { product<false>(out, count); }
+
 // Threads add to the same place in global memory.
 KERNEL unordered(float* out, i64 count) {
     if (threadIdx.x < count) out[0] = out[0] * 0.5f + static_cast<float>(threadIdx.x);
@@ -148,6 +159,8 @@ fn planted_faults_are_found() {
         ("boxed_too_early", " tiles["),
         ("boxed_too_few", "an mbarrier expects 8176 bytes, and 8192 come"),
         ("boxed_too_many", "a thread waits for ever at an mbarrier, for bytes that do not come"),
+        ("operands_rounded", ""),
+        ("operands_not_rounded", "an operand of TF32 that is not rounded"),
         ("unordered", "results depend on the order of threads"),
     ];
     let kernels = faults.map(|(name, _)| faulty(name));

@@ -8,7 +8,7 @@ use super::rotary::TurnedRows;
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
-use meshwork_kernels::f16;
+use meshwork_kernels::{Kernel, f16, tf32};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{
     Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise, TableGrad, TurnedHeads,
@@ -109,7 +109,7 @@ macro_rules! forms {
 enum Kernels {
     /// In the CPU's order of sums.
     Plain,
-    /// On tensor cores: with operands of 16 bits, and sums in an order of their own.
+    /// On tensor cores: with operands of 16 bits or of TF32, and sums in an order of their own.
     Flash,
     /// The same with dropout.
     FlashDropout,
@@ -122,8 +122,8 @@ struct Call<'a> {
     masks: AttentionMasks<'a>,
     packed: Option<&'a Packed>,
     on: Kernels,
-    /// The type of operands on tensor cores.
-    half: DType,
+    /// The type of the kernels' operands: on tensor cores f32 is rounded to TF32.
+    dtype: DType,
 }
 
 /// Queries of a call that are one run of tokens: their first row, and the tokens.
@@ -146,11 +146,6 @@ impl Call<'_> {
     /// Elements from the first query to those of a run.
     fn skipped(&self, run: &Run) -> usize {
         run.row * self.shape.queries.heads * self.shape.queries.head_dim
-    }
-
-    /// The type of the kernels' operands.
-    fn dtype(&self) -> DType {
-        if self.flash() { self.half } else { DType::F32 }
     }
 
     /// Whether it runs on tensor cores.
@@ -183,9 +178,9 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 }
 
 impl CudaDevice {
-    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, or to f16 where all
-    /// tensors `of` the call have it, promise no order of sums, know no masks but causal ones and dropout, and
-    /// documents only where there are keys of all tokens.
+    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16 or TF32, or read f16
+    /// where all tensors `of` the call have it, promise no order of sums, know no masks but causal ones and dropout,
+    /// and documents only where there are keys of all tokens.
     fn call<'a>(
         &self,
         shape: GroupedShape,
@@ -193,12 +188,14 @@ impl CudaDevice {
         packed: Option<&'a Packed>,
         of: &[&Buffer],
     ) -> Call<'a> {
-        let half = match self.precision {
-            Precision::Bf16 => DType::Bf16,
-            Precision::F32 | Precision::Tf32 => DType::F16,
+        let all = |dtype| of.iter().all(|x| x.dtype() == dtype);
+        let operands = match self.precision {
+            Precision::Bf16 => Some(DType::Bf16),
+            _ if all(DType::F16) && self.has_room(shape, f16) => Some(DType::F16),
+            Precision::Tf32 if all(DType::F32) && self.has_room(shape, tf32) => Some(DType::F32),
+            Precision::F32 | Precision::Tf32 => None,
         };
-        let rounds = half == DType::Bf16 || of.iter().all(|x| x.dtype() == half) && self.has_room_in_f16(shape);
-        let fast = self.products == Products::OfTheLibrary && rounds;
+        let fast = self.products == Products::OfTheLibrary && operands.is_some();
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
         let known = packed.is_none() || shape.keys == shape.sequence;
@@ -208,21 +205,23 @@ impl CudaDevice {
             true => Kernels::Flash,
             false => Kernels::Plain,
         };
-        Call { shape, masks, packed, on, half }
+        let dtype = operands.filter(|_| on != Kernels::Plain).unwrap_or(DType::F32);
+        Call { shape, masks, packed, on, dtype }
     }
 
-    /// Whether the kernels of f16, which have no variants for little shared memory, fit on this device.
-    fn has_room_in_f16(&self, shape: GroupedShape) -> bool {
+    /// Whether the kernels of another type than bf16, which have no variants for little shared memory, fit on this
+    /// device.
+    fn has_room(&self, shape: GroupedShape, form: fn(&str) -> Option<&'static Kernel>) -> bool {
         let shared = self.pool.driver.properties().shared;
         let forms = [forms!("forward"), forms!("backward_q"), forms!("backward_kv")];
         let names = forms.into_iter().flat_map(|[_, flash, drops]| [flash, drops]).map(|of| of_length(of, shape));
-        names.flat_map(f16).all(|form| form.geometry.shared() <= shared)
+        names.flat_map(form).all(|form| form.geometry.shared() <= shared)
     }
 
-    /// An operand in the type of the kernels. Those for tensor cores, of 16 bits, load by 16 bytes.
-    fn loaded(&self, x: &Buffer, of: DType) -> Result<Buffer> {
-        let x = self.read_as(x, of)?;
-        if of.is_half() { self.aligned(OP, &x) } else { Ok(x) }
+    /// An operand in the type of the kernels. Those for tensor cores load by 16 bytes.
+    fn loaded(&self, x: &Buffer, call: &Call<'_>) -> Result<Buffer> {
+        let x = self.read_as(x, call.dtype)?;
+        if call.flash() { self.aligned(OP, &x) } else { Ok(x) }
     }
 
     /// The arguments at the end of all kernels of a run of queries.
@@ -273,39 +272,42 @@ impl CudaDevice {
         Ok(args)
     }
 
-    /// `Σ_e dout_ie out_ie` of each row; of tensors in the type of the kernels as they are.
-    fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], of: DType) -> Result<Buffer> {
-        let AttentionShape { batch, seq, heads, head_dim } = shape;
+    /// `Σ_e dout_ie out_ie` of each row; on tensor cores of tensors in the type of the kernels as they are.
+    fn dots(&self, call: &Call<'_>, [dout, out]: [&Buffer; 2]) -> Result<Buffer> {
+        let AttentionShape { batch, seq, heads, head_dim } = call.shape.queries;
         let dots = self.scratch(DType::F32, batch * seq * heads)?;
-        let as_they_are = of.is_half() && [dout.dtype(), out.dtype()] == [of; 2];
-        let (kernel, lanes, of) = match as_they_are {
-            true => ("flash_dots", (head_dim / 8).next_power_of_two(), of),
-            false => ("attention_dots", 16, DType::F32),
-        };
-        launch!(self, OP, kernel, [lanes * batch * seq * heads, 0];
-            &self.loaded(dout, of)?, &self.loaded(out, of)?, &dots, batch, seq, heads, head_dim
-        )?;
+        let rows = batch * seq * heads;
+        if call.flash() && [dout.dtype(), out.dtype()] == [call.dtype; 2] {
+            let lanes = (head_dim / 8).next_power_of_two();
+            launch!(self, OP, "flash_dots", [lanes * rows, 0];
+                &self.loaded(dout, call)?, &self.loaded(out, call)?, &dots, batch, seq, heads, head_dim
+            )?;
+        } else {
+            launch!(self, OP, "attention_dots", [16 * rows, 0];
+                &self.read_as(dout, DType::F32)?, &self.read_as(out, DType::F32)?, &dots, batch, seq, heads, head_dim
+            )?;
+        }
         Ok(dots)
     }
 
     /// The gradient of the output in the type of the kernels, and its dots with the output. Counts the operations.
     fn read_back(&self, call: &Call<'_>, [dout, out]: [&Buffer; 2]) -> Result<[Buffer; 2]> {
         self.meter().add_flops(Work::Attention, call.shape.backward_flops(&call.masks));
-        let dots = self.dots(call.shape.queries, [dout, out], call.dtype())?;
-        Ok([self.loaded(dout, call.dtype())?, dots])
+        let dots = self.dots(call, [dout, out])?;
+        Ok([self.loaded(dout, call)?, dots])
     }
 
     /// Queries, and keys with values, in the type of the kernels, after the rotation of queries and keys.
     fn turned(&self, call: &Call<'_>, q: &Buffer, kv: &Buffer) -> Result<[Buffer; 2]> {
         let Some(rotary) = call.shape.rotary else {
-            return Ok([self.loaded(q, call.dtype())?, self.loaded(kv, call.dtype())?]);
+            return Ok([self.loaded(q, call)?, self.loaded(kv, call)?]);
         };
         // They are rotated in 16 bits where tensor cores read them and they have them, and otherwise in f32.
-        let of = if q.dtype() == call.dtype() { q.dtype() } else { DType::F32 };
+        let of = if q.dtype() == call.dtype { q.dtype() } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
         let ([of_queries, of_keys], known) = (turned_rows(call), call.known());
         let (q, kv) = (self.rotated(rotary, known, q, &of_queries)?, self.rotated(rotary, known, kv, &of_keys)?);
-        Ok([self.loaded(&q, call.dtype())?, self.loaded(&kv, call.dtype())?])
+        Ok([self.loaded(&q, call)?, self.loaded(&kv, call)?])
     }
 
     /// Kernels with `[items, width]` of their calls, for a run of queries: the name of each, or of the kernel for
@@ -317,7 +319,7 @@ impl CudaDevice {
         (heads, dout): (&'a Heads, Option<Address>),
         kernels: [(&'static str, [usize; 2]); N],
     ) -> Result<[(&'static str, Read<'a>); N]> {
-        let of_bf16 = call.dtype() == DType::Bf16;
+        let of_bf16 = call.dtype == DType::Bf16;
         let replaced = kernels.map(|(name, sizes)| {
             let kernel = self.tuning.for_sm_90a(name, sizes.map(|size| size as u64)).filter(|_| of_bf16);
             (name, kernel.map(|kernel| kernel.name))
@@ -342,12 +344,12 @@ impl CudaDevice {
         let AttentionShape { batch, seq, heads: count, head_dim } = call.shape.queries;
         self.meter().add_flops(Work::Attention, call.shape.forward_flops(&call.masks));
         let lse = self.alloc(DType::F32, batch * count * seq)?;
-        let out = self.room(call.dtype(), dtype, batch * seq * count * head_dim)?;
+        let out = self.room(call.dtype, dtype, batch * seq * count * head_dim)?;
         let kernel = call.kernel(forms!("forward"));
         let (out_at, lse_at) = (self.place(OP, &out)?, self.place(OP, &lse)?);
         for run in call.runs() {
-            let out_at = out_at.offset(call.dtype().size() * call.skipped(&run));
-            let (lse_at, heads) = (lse_at.offset(DType::F32.size() * run.row), heads.after(&run, call.dtype()));
+            let out_at = out_at.offset(call.dtype.size() * call.skipped(&run));
+            let (lse_at, heads) = (lse_at.offset(DType::F32.size() * run.row), heads.after(&run, call.dtype));
             let (ending, sizes) = (self.ending(call, &run, &heads)?, [batch * count, run.tokens.len()]);
             let [(kernel, read)] = self.reading(call, &run, (&heads, None), [(kernel, sizes)])?;
             launch!(self, OP, kernel, sizes; &read, out_at, lse_at, ending)?;
@@ -366,10 +368,10 @@ impl CudaDevice {
         into: &Heads,
     ) -> Result<()> {
         let AttentionShape { batch, heads: count, .. } = call.shape.queries;
-        let dout = self.place(OP, dout)?.offset(call.dtype().size() * call.skipped(run));
+        let dout = self.place(OP, dout)?.offset(call.dtype.size() * call.skipped(run));
         let [lse, dots] =
             [self.place(OP, lse)?, self.place(OP, dots)?].map(|at| at.offset(DType::F32.size() * run.row));
-        let (heads, into) = (heads.after(run, call.dtype()), into.after(run, call.dtype()));
+        let (heads, into) = (heads.after(run, call.dtype), into.after(run, call.dtype));
         let ending = self.ending(call, run, &heads)?;
         let items = batch * count / if call.flash() { heads.group } else { 1 };
         let (of_q, of_kv) = ([batch * count, run.tokens.len()], [items, call.shape.keys]);
@@ -393,7 +395,7 @@ impl CudaDevice {
         let AttentionShape { batch, heads, head_dim, .. } = queries;
         let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
         let ([_, of_keys], known) = (turned_rows(call), call.known());
-        let as_written = call.flash() && dtype == call.dtype();
+        let as_written = call.flash() && dtype == call.dtype;
         // The shares of several runs are added in f32 and rounded once, unless tensor cores write them.
         let in_f32 = !as_written && dtype.is_half() && call.runs().nth(1).is_some();
         // A share that is no result is not counted by the meter.
@@ -415,10 +417,10 @@ impl CudaDevice {
         let each = rows * of_heads * head_dim;
         let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
         if call.flash() {
-            let mut half = self.scratch(call.dtype(), 2 * each)?;
+            let mut half = self.scratch(call.dtype, 2 * each)?;
             self.zero(&mut half, 0..2 * each)?;
             let k = self.place(OP, &half)?;
-            let v = k.offset(call.dtype().size() * each);
+            let v = k.offset(call.dtype.size() * each);
             self.attend_back(call, run, of, saved, &Heads { q, q_row: width, k, v, kv_row: kv_width, ..*of })?;
             self.cast_into(&half.slice(0..each)?, &mut dk, 0)?;
             self.cast_into(&half.slice(each..2 * each)?, &mut dv, 0)?;
@@ -445,16 +447,16 @@ impl CudaDevice {
     }
 }
 
-/// On tensor cores operands of 16 bits are read, and results written, as they are; every other way is through copies in
-/// the type of the kernels.
+/// On tensor cores operands in the type of the kernels are read, and results written, as they are; every other way is
+/// through copies in that type.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
         let all = GroupedShape::alone(shape);
         let packed = self.packed(all, masks)?;
         let call = self.call(all, masks, packed.as_ref(), &[qkv]);
-        let read = self.loaded(qkv, call.dtype())?;
-        self.attend(&call, &Heads::fused(self.place(OP, &read)?, shape, call.dtype()), qkv.dtype())
+        let read = self.loaded(qkv, &call)?;
+        self.attend(&call, &Heads::fused(self.place(OP, &read)?, shape, call.dtype), qkv.dtype())
     }
 
     fn causal_grad(
@@ -470,9 +472,9 @@ impl Attention for CudaDevice {
         let all = GroupedShape::alone(shape);
         let packed = self.packed(all, masks)?;
         let call = self.call(all, masks, packed.as_ref(), &[dout, qkv]);
-        let (read, dqkv) = (self.loaded(qkv, call.dtype())?, self.room(call.dtype(), qkv.dtype(), qkv.count())?);
+        let (read, dqkv) = (self.loaded(qkv, &call)?, self.room(call.dtype, qkv.dtype(), qkv.count())?);
         let [heads, into] =
-            [self.place(OP, &read)?, self.place(OP, &dqkv)?].map(|at| Heads::fused(at, shape, call.dtype()));
+            [self.place(OP, &read)?, self.place(OP, &dqkv)?].map(|at| Heads::fused(at, shape, call.dtype));
         let saved = self.read_back(&call, [dout, out])?;
         let whole = Run { row: 0, tokens: 0..shape.seq };
         self.attend_back(&call, &whole, &heads, [&saved[0], lse, &saved[1]], &into)?;
@@ -490,7 +492,7 @@ impl Attention for CudaDevice {
         let packed = self.packed(shape, masks)?;
         let call = self.call(shape, masks, packed.as_ref(), &[q, kv]);
         let [read_q, read_kv] = self.turned(&call, q, kv)?;
-        let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
+        let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype);
         self.attend(&call, &heads, q.dtype())
     }
 
@@ -518,10 +520,10 @@ impl Attention for CudaDevice {
         let (dtype, packed) = (q.dtype(), self.packed(shape, masks)?);
         let call = self.call(shape, masks, packed.as_ref(), &[dout, q, kv]);
         let [read_q, read_kv] = self.turned(&call, q, kv)?;
-        let of = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
+        let of = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype);
         let saved = self.read_back(&call, [dout, out])?;
         let saved = [&saved[0], lse, &saved[1]];
-        let of_kernels = self.room(call.dtype(), dtype, q.count())?;
+        let of_kernels = self.room(call.dtype, dtype, q.count())?;
         let (at, mut sum) = (self.place(OP, &of_kernels)?, None);
         for run in call.runs() {
             let share = self.gradients_of(&call, &run, &of, saved, (at, dtype, kv.count()))?;
@@ -534,7 +536,7 @@ impl Attention for CudaDevice {
             });
         }
         // Gradients of queries turn back in f32, unless they have the type of the kernels.
-        let wide = call.flash() && dtype != call.dtype();
+        let wide = call.flash() && dtype != call.dtype;
         let mut dq = of_kernels;
         if wide {
             let halves = std::mem::replace(&mut dq, self.room(DType::F32, dtype, q.count())?);
@@ -562,13 +564,11 @@ impl Attention for CudaDevice {
     ) -> Result<()> {
         self.storage(OP, &[dout, q, kv, out])?;
         let packed = self.packed(shape, masks)?;
-        let call = Call { on: Kernels::Plain, ..self.call(shape, masks, packed.as_ref(), &[]) };
+        let call = Call { shape, masks, packed: packed.as_ref(), on: Kernels::Plain, dtype: DType::F32 };
         self.meter().add_flops(Work::Attention, shape.forward_flops(&masks));
-        let [read_q, read_kv, read_dout] =
-            [self.loaded(q, DType::F32)?, self.loaded(kv, DType::F32)?, self.loaded(dout, DType::F32)?];
+        let [read_q, read_kv, read_dout] = [self.loaded(q, &call)?, self.loaded(kv, &call)?, self.loaded(dout, &call)?];
         let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, DType::F32);
-        let (dots, whole) =
-            (self.dots(shape.queries, [dout, out], DType::F32)?, Run { row: 0, tokens: shape.tokens() });
+        let (dots, whole) = (self.dots(&call, [dout, out])?, Run { row: 0, tokens: shape.tokens() });
         let TableGrad { buffer, start, rows, width, accumulate, blocks } = into;
         let (to, ending) = (self.place_mut(OP, buffer)?.offset(4 * start), self.ending(&call, &whole, &heads)?);
         launch!(self, OP, "attention_bias_backward", [rows * width, 0];

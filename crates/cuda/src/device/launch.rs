@@ -3,11 +3,11 @@
 //!
 //! A kernel of f32 may have forms for other types, chosen by the type of the first operand: `NAME_16` for bf16 and f16,
 //! and `NAME_f64`. If a table ends with `f16`, the launch appends the flag that tells the two 16-bit types apart. On
-//! tensor cores f16 has files of its own.
+//! tensor cores f16, and f32 rounded to TF32, have files of their own.
 
 use super::prelude::*;
 use crate::driver::Argument;
-use meshwork_kernels::{Kernel, Type, f16};
+use meshwork_kernels::{Kernel, Type, f16, tf32};
 
 /// Queues a kernel for `[items, width]` of its geometry: `launch!(device, OP, "kernel", [items, width]; x, &y, count)`.
 macro_rules! launch {
@@ -67,7 +67,12 @@ impl<'a> Operands<'a> {
             kernel = form;
         }
         let half = self.given(kernel, Type::Bits16).find(|dtype| dtype.is_half());
-        if let Some(form) = f16(name).filter(|_| half == Some(DType::F16)) {
+        let other_operands = match self.given(kernel, Type::Bits16).next() {
+            Some(DType::F16) => f16(name),
+            Some(DType::F32) => tf32(name),
+            _ => None,
+        };
+        if let Some(form) = other_operands {
             kernel = form;
         }
         let other =

@@ -94,6 +94,13 @@ impl Emulator {
         self
     }
 
+    /// The same device with `bytes` of shared memory for a block of threads, where an H100 has 227 KiB.
+    #[must_use]
+    pub fn shared(mut self, bytes: u32) -> Self {
+        self.properties.shared = bytes;
+        self
+    }
+
     /// The same device, whose communicators of NCCL have ranks in other processes of this host. Every process has a
     /// machine of its own, and devices with the same number are the same card: NCCL refuses two ranks on one.
     #[must_use]

@@ -10,7 +10,7 @@ use crate::driver::{Address, Argument, DriverError, Event, Exchange, NcclComm, P
 use half::bf16;
 use meshwork_core::DType;
 use meshwork_kernels::host::{Host, HostError};
-use meshwork_kernels::{F16, HEADERS, Kernel, Launch, Pass, SOURCES};
+use meshwork_kernels::{F16, HEADERS, Kernel, Launch, Pass, SOURCES, TF32};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::tf32;
 use std::collections::hash_map::Entry;
@@ -431,8 +431,8 @@ fn number(bytes: &[u8]) -> f32 {
     }
 }
 
-/// The library that has a kernel: one for all usual forms, and one for each variant and each file of f16, which is
-/// compiled at its first use.
+/// The library that has a kernel: one for all usual forms, and one for each variant and each file of f16 and TF32,
+/// which is compiled at its first use.
 fn library<'a>(
     all: &'a Host,
     compiled: &'a mut HashMap<&'static str, Host>,
@@ -448,8 +448,8 @@ fn library<'a>(
             let headers = HEADERS.iter().map(|header| (header.name, header.text));
             let files: Vec<_> = headers.chain([(source.name, source.text)]).collect();
             let folder = all.path().ancestors().nth(2).unwrap_or(all.path());
-            let of_f16: Vec<Kernel> = F16.iter().filter(|kernel| kernel.source == source).copied().collect();
-            let kernels = if of_f16.is_empty() { std::slice::from_ref(kernel) } else { &of_f16 };
+            let of_file: Vec<Kernel> = F16.iter().chain(&*TF32).filter(|form| form.source == source).copied().collect();
+            let kernels = if of_file.is_empty() { std::slice::from_ref(kernel) } else { &of_file };
             let made = Host::compile(folder, &files, kernels, false);
             let refused = |why: HostError| DriverError::Compile { source_name: source.name, why: why.to_string() };
             new.insert(made.map_err(refused)?)

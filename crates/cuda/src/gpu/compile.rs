@@ -148,7 +148,7 @@ fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
 mod tests {
     use super::*;
     use crate::gpu::libraries::{architectures, nvrtc};
-    use meshwork_kernels::{F16, SOURCES};
+    use meshwork_kernels::{F16, SOURCES, TF32};
     use std::time::Instant;
 
     /// NVRTC needs no GPU: compiles to machine code for the targets that `kernels/check.py` compiles with nvcc, as far
@@ -170,7 +170,7 @@ mod tests {
             let start = Instant::now();
             compiler.prepare(SOURCES).unwrap_or_else(|error| panic!("{architecture}: {error}"));
             println!("{architecture}: {} files in {:.1?}", SOURCES.len(), start.elapsed());
-            for source in SOURCES.iter().copied().chain(F16.iter().map(|kernel| kernel.source)) {
+            for source in SOURCES.iter().copied().chain(F16.iter().chain(&*TF32).map(|kernel| kernel.source)) {
                 let image = compiler.image(source, false).unwrap_or_else(|error| panic!("{architecture}: {error}"));
                 assert!(image.starts_with(b"\x7fELF"), "{}", source.name);
                 assert_eq!(fs::read(compiler.path(source)).unwrap(), image);

@@ -557,7 +557,26 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     .sampled_in_turn(4, 2)
     {
         let Some(driver) = driver(Order::Seeded(31)) else { return };
-        is_near_on_tensor_cores(driver, case, Tuning::default());
+        is_near_on_tensor_cores(driver, case, OF_BF16, Tuning::default());
+    }
+}
+
+/// The same in TF32, eight times as near.
+#[test]
+fn attention_of_tf32_on_tensor_cores_is_near_that_of_the_cpu() {
+    for case in [
+        (16, false, None, Some(33)),
+        (64, true, Some(true), None),
+        (16, false, Some(false), None),
+        (136, true, None, Some(70)),
+        (128, false, Some(true), Some(70)),
+        (16, false, Some(true), None),
+    ]
+    .into_iter()
+    .sampled_in_turn(3, 1)
+    {
+        let Some(driver) = driver(Order::Seeded(35)) else { return };
+        is_near_on_tensor_cores(driver, case, OF_TF32, Tuning::default());
     }
 }
 
@@ -570,7 +589,7 @@ fn attention_of_the_kernels_for_sm_90a_is_near_that_of_the_cpu() {
         let row = |kernel| format!("[[{of}]]\nkernel = \"flash_{kernel}\"\nvariant = \"sm_90a\"\n");
         let all = ["forward_64", "forward_128", "backward_q_64", "backward_q_128", "backward_kv_64", "backward_kv_128"];
         match Tuning::parse(&all.map(row).concat(), of) {
-            Ok(tuning) => is_near_on_tensor_cores(driver, case, tuning),
+            Ok(tuning) => is_near_on_tensor_cores(driver, case, OF_BF16, tuning),
             Err(refused) => return eprintln!("left out: {refused}"),
         }
     }
@@ -579,7 +598,13 @@ fn attention_of_the_kernels_for_sm_90a_is_near_that_of_the_cpu() {
 /// The length of heads, whether elements are dropped, whether documents are apart where there are some, and the window.
 type OnTensorCores = (usize, bool, Option<bool>, Option<usize>);
 
-fn is_near_on_tensor_cores(driver: Arc<dyn Driver>, case: OnTensorCores, tuning: Tuning) {
+/// A precision, that of the CPU which it is held against, and the largest difference from it.
+type Held = (Precision, Precision, f64);
+const OF_BF16: Held = (Precision::Bf16, Precision::F32, 1e-2);
+const OF_TF32: Held = (Precision::Tf32, Precision::Tf32, 1e-2 / 8.0);
+
+fn is_near_on_tensor_cores(driver: Arc<dyn Driver>, case: OnTensorCores, held: Held, tuning: Tuning) {
+    let (precision, of_cpu, bound) = held;
     let runs = [80..150, 3..33, 34..84];
     let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
     let run = |device: &dyn Device, (head_dim, drops, apart, window): OnTensorCores| {
@@ -606,14 +631,14 @@ fn is_near_on_tensor_cores(driver: Arc<dyn Driver>, case: OnTensorCores, tuning:
         let results = [out, lse, dq, dkv, fused, fused_lse, dqkv, some, some_lse, some_dq, some_dkv];
         results.iter().map(|result| device.download(result)).collect::<Result<Vec<Buffer>>>()
     };
-    let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
+    let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, precision).unwrap();
     let device = device.with_tuning(tuning).unwrap();
-    let (got, want) = (run(&device, case).unwrap(), run(&Cpu::new(Precision::F32), case).unwrap());
+    let (got, want) = (run(&device, case).unwrap(), run(&Cpu::new(of_cpu), case).unwrap());
     for (i, (got, want)) in got.iter().zip(&want).enumerate() {
         let (got, want) = (got.as_slice::<f32>().unwrap(), want.as_slice::<f32>().unwrap());
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
         let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
-        assert!(error > 0.0 && error < 1e-2, "result {i} of {case:?}: {error:e}");
+        assert!(error > 0.0 && error < bound, "result {i} of {case:?} in {precision:?}: {error:e}");
     }
 }
 
@@ -626,7 +651,8 @@ fn operands_may_begin_anywhere_in_a_flat_buffer() {
     let grouped = GroupedShape { group: 2, kv_heads: 1, ..GroupedShape::alone(attended) };
     let halves = |name: &str, count: usize| numbers::<f32>(&values(name, count)).into_iter().map(half::bf16::from_f32);
     let [m, n, k] = [5, 8, 24];
-    let run = |device: &dyn Device, bf16: bool, first: usize| -> Result<Vec<Buffer>> {
+    let run = |device: &dyn Device, precision: Precision, first: usize| -> Result<Vec<Buffer>> {
+        let bf16 = precision == Precision::Bf16;
         let up = |name: &str, count: usize, bf16: bool| {
             let [zeros, all] = [first, first + count];
             let flat = match bf16 {
@@ -644,25 +670,26 @@ fn operands_may_begin_anywhere_in_a_flat_buffer() {
             &up("bias", n, bf16)?,
         )?;
         let mut results = vec![product];
-        if bf16 {
+        if precision != Precision::F32 {
             let (attention, none) = (device.attention()?, AttentionMasks::default());
-            let (qkv, dout) = (up("qkv", 37 * 96, true)?, up("dout", 37 * 32, true)?);
+            let (qkv, dout) = (up("qkv", 37 * 96, bf16)?, up("dout", 37 * 32, bf16)?);
             let (out, lse) = attention.causal(attended, &qkv, none)?;
             results.push(attention.causal_grad(attended, &dout, &qkv, &out, &lse, none)?);
-            let (q, kv) = (up("q", 37 * 32, true)?, up("kv", 37 * 32, true)?);
+            let (q, kv) = (up("q", 37 * 32, bf16)?, up("kv", 37 * 32, bf16)?);
             let (other, other_lse) = attention.grouped(grouped, &q, &kv, none)?;
             let (dq, dkv) = attention.grouped_grad(grouped, &dout, &q, &kv, &other, &other_lse, none)?;
             results.extend([out, other, dq, dkv]);
         }
         results.iter().map(|result| device.download(result)).collect()
     };
-    for (precision, bf16) in [(Precision::F32, false), (Precision::Tf32, false), (Precision::Bf16, true)] {
+    for precision in Precision::ALL {
         let Some(driver) = driver(Order::Seeded(7)) else { return };
         let device = CudaDevice::with_precision(driver, Products::OfTheLibrary, precision).unwrap();
-        let want = run(&device, bf16, 0).unwrap();
+        let want = run(&device, precision, 0).unwrap();
         for first in [1, 2, 3, 4, 6] {
-            let got = run(&device, bf16, first).unwrap_or_else(|error| panic!("bf16 {bf16}, from {first}: {error}"));
-            assert!(got.iter().map(bits).eq(want.iter().map(bits)), "bf16 {bf16}, from {first}");
+            let got =
+                run(&device, precision, first).unwrap_or_else(|error| panic!("{precision:?}, from {first}: {error}"));
+            assert!(got.iter().map(bits).eq(want.iter().map(bits)), "{precision:?}, from {first}");
         }
     }
 }

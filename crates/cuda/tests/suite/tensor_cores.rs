@@ -1,17 +1,17 @@
 //! Which calls run on tensor cores, and by which kernels: the names of their launches.
 
-use crate::emulator;
+use crate::{emulator, kernels};
 use meshwork_core::DType;
-use meshwork_cuda::CudaDevice;
-use meshwork_cuda::Order;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::tuning::Tuning;
+use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedGemm, GroupedGrad};
 use meshwork_tensor::random::key;
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Precision};
+use std::sync::Arc;
 
-/// Attention runs on tensor cores where fast numerics round to bf16 or tensors have f16, and nowhere else.
+/// Attention runs on tensor cores where fast numerics round to bf16 or TF32, or tensors have f16, and nowhere else.
 #[test]
 fn tensor_cores_have_the_attention_that_rounds() {
     let dropout = AttentionDropout { p: 0.2, key: key(5, "a"), first_sample: 0, first_head: 0, global_heads: 2 };
@@ -23,26 +23,58 @@ fn tensor_cores_have_the_attention_that_rounds() {
         (fast, Precision::Bf16, 12, None, DType::F32, 0),
         (fast, Precision::Bf16, 16, Some(&dropout), DType::F32, 3),
         (fast, Precision::F32, 16, None, DType::F32, 0),
-        (fast, Precision::Tf32, 16, None, DType::F32, 0),
+        (fast, Precision::Tf32, 16, None, DType::F32, 4),
+        (fast, Precision::Tf32, 128, Some(&dropout), DType::F32, 4),
+        (fast, Precision::Tf32, 256, None, DType::F32, 4),
+        (fast, Precision::Tf32, 12, None, DType::F32, 0),
+        (fast, Precision::Tf32, 16, None, DType::Bf16, 0),
+        (fast, Precision::Tf32, 16, None, f16, 4),
+        (cpu, Precision::Tf32, 16, None, DType::F32, 0),
         (cpu, Precision::Bf16, 16, None, DType::F32, 0),
         (fast, Precision::F32, 16, None, f16, 4),
         (fast, Precision::F32, 64, Some(&dropout), f16, 4),
         (cpu, Precision::F32, 16, None, f16, 0),
     ] {
         let Some(driver) = emulator(Order::AsQueued) else { return };
-        let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
-        let shape = AttentionShape { batch: 1, seq: 3, heads: 2, head_dim };
-        let masks = AttentionMasks { dropout, ..AttentionMasks::default() };
-        driver.note_launches();
-        let qkv = device.zeros(of, 18 * head_dim).unwrap();
-        let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();
-        device.attention().unwrap().causal_grad(shape, &out, &qkv, &out, &lse, masks).unwrap();
-        device.synchronize().unwrap();
-        let attention = |name: &&str| ["flash_", "attention_"].iter().any(|of| name.starts_with(of));
-        let names: Vec<&str> = driver.launches().into_iter().map(|(_, name)| name).filter(attention).collect();
+        let names = attention_of(&driver, (products, precision, of), head_dim, dropout);
         let got = names.iter().filter(|name| name.starts_with("flash_")).count();
-        assert_eq!((names.len(), got), (4, wanted), "{names:?}"); // the dots too, of tensors of f16
+        assert_eq!((names.len(), got), (4, wanted), "{names:?}"); // the dots too, of tensors in the kernels' type
     }
+}
+
+/// Cards have 99, 163 or 227 KiB of shared memory for a block: heads whose tiles of f32 do not fit, forward and
+/// backward, run in the kernels of f32.
+#[test]
+fn tensor_cores_have_the_attention_of_tf32_that_fits() {
+    let of_tf32 = (Products::OfTheLibrary, Precision::Tf32, DType::F32);
+    for (shared, longest) in [(99 << 10, 64), (163 << 10, 128), (227 << 10, 256)] {
+        for head_dim in [64, 72, 128, 136, 256] {
+            let Some(kernels) = kernels() else { return };
+            let driver = Arc::new(Emulator::new(kernels, 1 << 30, Order::AsQueued).shared(shared));
+            let names = attention_of(&driver, of_tf32, head_dim, None);
+            let on_tensor_cores = names.iter().all(|name| name.starts_with("flash_"));
+            assert_eq!(on_tensor_cores, head_dim <= longest, "{head_dim} with {shared} bytes: {names:?}");
+        }
+    }
+}
+
+/// The kernels of attention of three tokens, forward and backward, with these products, precision and type of tensors.
+fn attention_of(
+    driver: &Arc<Emulator>,
+    (products, precision, of): (Products, Precision, DType),
+    head_dim: usize,
+    dropout: Option<&AttentionDropout>,
+) -> Vec<&'static str> {
+    let device = CudaDevice::with_precision(driver.clone(), products, precision).unwrap();
+    let shape = AttentionShape { batch: 1, seq: 3, heads: 2, head_dim };
+    let masks = AttentionMasks { dropout, ..AttentionMasks::default() };
+    driver.note_launches();
+    let qkv = device.zeros(of, 18 * head_dim).unwrap();
+    let (out, lse) = device.attention().unwrap().causal(shape, &qkv, masks).unwrap();
+    device.attention().unwrap().causal_grad(shape, &out, &qkv, &out, &lse, masks).unwrap();
+    device.synchronize().unwrap();
+    let attention = |name: &&str| ["flash_", "attention_"].iter().any(|of| name.starts_with(of));
+    driver.launches().into_iter().map(|(_, name)| name).filter(attention).collect()
 }
 
 /// A table chooses the kernels for sm_90a, each by itself, for bf16 alone: both directions write maps if one of their

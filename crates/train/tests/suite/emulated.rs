@@ -74,6 +74,17 @@ fn diff_of(
 /// The CPU on one mesh against the emulated devices of another.
 fn diff_between(
     model: &[&str],
+    meshes: [&str; 2],
+    more: &[&str],
+    emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
+) -> Result<Report, String> {
+    diff_by(Products::OfTheCpu, model, meshes, more, emulator)
+}
+
+/// The same with other products on the emulated devices.
+fn diff_by(
+    products: Products,
+    model: &[&str],
     [on_cpu, mesh]: [&str; 2],
     more: &[&str],
     emulator: impl Fn(usize) -> Arc<Emulator> + Send + Sync + 'static,
@@ -86,7 +97,7 @@ fn diff_between(
     let a = Side::new(&a, &data).unwrap();
     let precision = b.training.matmul_dtype.precision();
     let mut b = Side::new(&b, &data).unwrap();
-    let of_rank = move |rank| Ok(Arc::new(CudaDevice::with_precision(emulator(rank), Products::OfTheCpu, precision)?));
+    let of_rank = move |rank| Ok(Arc::new(CudaDevice::with_precision(emulator(rank), products, precision)?));
     b.devices = Devices::cuda(of_rank);
     compare([&a, &b], 2).map_err(|error| error.to_string())
 }
@@ -172,6 +183,36 @@ fn rings_have_every_value_of_the_cpu() {
         let report = diff_between(&[&model[..], more].concat(), [mesh, mesh], &[], move |_| shared.clone());
         let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
         assert!(report.identical() && report.steps == 2, "{mesh} {method}: {report}");
+    }
+}
+
+/// Attention of TF32 on tensor cores, of sequences that cp cuts: joined from blocks of keys, in runs of tokens, and of
+/// fewer heads. Nothing differs from the CPU by more than the rounding of TF32.
+#[test]
+fn attention_on_tensor_cores_over_cp_is_near_that_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let llama = ["--set=model.kind=llama", "--set=model.dropout=0", "--set=model.num_kv_heads=2"];
+    for (mesh, method, more) in [
+        ("cp=2", "ring", &[][..]),
+        ("cp=2", "all_gather", &[&llama[..], &["--set=model.sliding_window=5"]].concat()),
+        ("tp=2,cp=2", "all_to_all", &llama[..]),
+    ] {
+        let shared = emulator(&kernels, 6);
+        shared.note_launches();
+        let method = format!("--set=parallelism.context_parallel_method={method}");
+        let heads = ["--set=model.hidden_size=64", "--set=model.num_heads=4", &method];
+        let fast = ["--set=training.numerics=fast", "--set=training.matmul_dtype=tf32"];
+        let (model, driver) = ([&heads[..], &fast, more].concat(), shared.clone());
+        let report = diff_by(Products::OfTheLibrary, &model, [mesh, mesh], &[], move |_| driver.clone());
+        let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
+        let beyond = (&report.unexplained, &report.broken, &report.failed);
+        assert!(matches!(beyond, (None, None, None)) && report.steps == 2, "{mesh} {method}: {report}");
+        assert!(!report.identical(), "{mesh} {method}: the same bits in another order of sums");
+        let names: Vec<&str> = shared.launches().into_iter().map(|(_, name)| name).collect();
+        for kernel in ["forward", "backward_q", "backward_kv"] {
+            let of = |prefix: &str| names.iter().any(|name| name.starts_with(&format!("{prefix}{kernel}_")));
+            assert!((of("flash_") || of("flash_dropout_")) && !of("attention_"), "{mesh} {method}: {kernel}");
+        }
     }
 }
 
