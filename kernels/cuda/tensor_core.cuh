@@ -13,7 +13,7 @@
 // TF32      A [16, 8]  word 0: row g, k = t; 1: row g + 8, k = t; 2: row g, k = t + 4; 3: row g + 8, k = t + 4
 //           B [8, 8]   word 0: k = t, column g; 1: k = t + 4, column g
 //           A word is one element, so ldmatrix, which moves words, loads both as in 16 bits. One tile of C is one A whose
-//           terms have another order: as_operand.
+//           terms have another order: as_operand_tf32.
 // Tiles     rows of WIDTH places of 16 bits, a multiple of 64, in chunks of 8 (16 bytes); an f32 takes two places. Chunk
 //           c of row r lies at c ^ (r & 7): the 8 rows of one matrix that ldmatrix reads, and the 8 chunks that 8 lanes
 //           of a copy write, are in 8 different groups of 4 banks, so that neither has a conflict of banks.

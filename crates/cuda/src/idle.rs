@@ -103,8 +103,8 @@ impl Driver for Idle {
         Ok(())
     }
 
-    fn read(&self, _: Stream, _: Address, into: &mut [u8]) -> Result<()> {
-        into.fill(0);
+    fn read_all(&self, _: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()> {
+        places.iter_mut().for_each(|(_, into)| into.fill(0));
         Ok(())
     }
 

@@ -275,9 +275,9 @@ impl Driver for Replaying {
         self.inner.write(stream, to, bytes)
     }
 
-    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+    fn read_all(&self, stream: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()> {
         drop(self.flushed(stream)?); // other threads continue while this one waits
-        self.inner.read(stream, from, into)
+        self.inner.read_all(stream, places)
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {

@@ -177,8 +177,7 @@ impl CudaDevice {
         let bytes = host.as_bytes_mut()?;
         let mut queue = || {
             driver.wait(*copies, driver.record(*compute)?)?;
-            driver.read(*copies, from, bytes)?;
-            driver.read(*copies, self.found.at(), &mut found)
+            driver.read_all(*copies, &mut [(from, &mut *bytes), (self.found.at(), &mut found)])
         };
         // Work that was aborted has no result.
         queue().and_then(|()| self.pool.sound()).map_err(self.failed("download"))?;

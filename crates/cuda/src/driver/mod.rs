@@ -132,8 +132,14 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues a copy from the host.
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()>;
 
-    /// Copies bytes to the host after all that `stream` has queued, and waits for the copy.
-    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
+    /// Copies the bytes at each place to the host after all that `stream` has queued, and waits for the copies: once if
+    /// they are small.
+    fn read_all(&self, stream: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()>;
+
+    /// The same of one place.
+    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+        self.read_all(stream, &mut [(from, into)])
+    }
 
     /// Queues pieces of work in order, and captures them as one graph if possible; `None`: they were queued, but not
     /// captured.

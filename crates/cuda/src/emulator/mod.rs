@@ -307,10 +307,12 @@ impl Driver for Emulator {
         self.tell("write", |state| state.push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() }))
     }
 
-    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+    fn read_all(&self, stream: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()> {
         let event = self.lock().record(self.ordinal(), stream)?;
         let state = self.wait_until("read", |state| state.finish(event))?;
-        into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);
+        for (from, into) in places {
+            into.copy_from_slice(state.memory.read(self.ordinal(), *from, into.len(), "read")?);
+        }
         Ok(())
     }
 

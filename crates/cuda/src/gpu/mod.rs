@@ -86,6 +86,10 @@ const STREAMS: u64 = 256;
 /// Bytes of the pages that the driver gives out.
 const GRANULE: usize = 2 << 20;
 
+/// Pieces of pinned memory that are copied to before the host waits: for the elements of a download, and for the faults
+/// that kernels found.
+const READ_AT_ONCE: usize = 2;
+
 /// A GPU of one rank.
 #[derive(Debug)]
 pub struct Gpu {
@@ -552,20 +556,30 @@ impl Driver for Gpu {
         Ok(())
     }
 
-    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        for (part, into) in into.chunks_mut(SLOT).enumerate() {
+    fn read_all(&self, stream: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()> {
+        let parts = places.iter_mut().flat_map(|(from, into)| {
+            into.chunks_mut(SLOT).enumerate().map(|(part, into)| (from.offset(part * SLOT), into))
+        });
+        let mut parts = parts.collect::<Vec<_>>();
+        for parts in parts.chunks_mut(READ_AT_ONCE) {
             let (mut state, queue) = self.queue_of("read", stream)?;
-            let mut slot = state.staging.take()?;
-            self.until(slot.done)?;
-            // SAFETY: the slot belongs to this call until the copy is done; the caller guarantees the source.
-            let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.offset(part * SLOT).0, queue) };
-            queued.map_err(failed("cuMemcpyDtoHAsync"))?;
-            // SAFETY: both exist until the GPU is dropped.
-            unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
+            let mut slots = Vec::with_capacity(parts.len());
+            for (from, into) in &*parts {
+                let mut slot = state.staging.take()?;
+                self.until(slot.done)?;
+                // SAFETY: the slot belongs to this call until the copy is done; the caller guarantees the source.
+                let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.0, queue) };
+                queued.map_err(failed("cuMemcpyDtoHAsync"))?;
+                // SAFETY: both exist until the GPU is dropped.
+                unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
+                slots.push(slot);
+            }
             drop(state); // other threads continue while this one waits
-            self.until(slot.done)?;
-            into.copy_from_slice(slot.bytes(into.len()));
-            self.state()?.staging.give_back(slot);
+            slots.last().map_or(Ok(()), |slot| self.until(slot.done))?; // copies of a stream are done in order
+            for (mut slot, (_, into)) in slots.into_iter().zip(parts) {
+                into.copy_from_slice(slot.bytes(into.len()));
+                self.state()?.staging.give_back(slot);
+            }
         }
         Ok(())
     }

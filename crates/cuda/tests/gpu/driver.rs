@@ -189,6 +189,22 @@ fn the_library_may_round_to_tf32() {
     [a, b, c].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
+/// Places of several pieces of pinned memory, of a few bytes and of none are read in one call.
+#[test]
+fn several_places_are_read_at_once() {
+    let Some(driver) = gpu() else { return };
+    let stream = driver.stream().unwrap();
+    let sizes = [(9 << 20) + 3, 5, 0, 4 << 20];
+    let given = sizes.map(|size: usize| (0..size).map(|at| (at * at / 7 + size) as u8).collect::<Vec<u8>>());
+    let mut read = sizes.map(|size| vec![0_u8; size]);
+    let at = sizes.map(|size| driver.alloc(size.max(1)).unwrap());
+    at.iter().zip(&given).for_each(|(&at, bytes)| driver.write(stream, at, bytes).unwrap());
+    let mut places: Vec<_> = at.iter().zip(&mut read).map(|(&at, into)| (at, &mut into[..])).collect();
+    driver.read_all(stream, &mut places).unwrap();
+    assert!(read == given);
+    at.into_iter().for_each(|at| driver.free(at).unwrap());
+}
+
 #[test]
 fn memory_that_is_not_there_is_refused() {
     let Some(driver) = gpu() else { return };

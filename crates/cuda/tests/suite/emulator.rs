@@ -82,6 +82,18 @@ fn the_host_waits_only_for_what_it_must() {
     assert!(waiting > SEEDS as usize / 2, "work that nobody waits for was left in {waiting} of {SEEDS} orders");
 }
 
+/// A download reads its elements and what checks have found. The host waited for each of the two.
+#[test]
+fn a_download_waits_once() {
+    let Some(driver) = emulator(Order::Seeded(1)) else { return };
+    let device = CudaDevice::new(driver.clone(), Products::OfTheCpu).unwrap();
+    let x = device.upload(&Buffer::from_slice(&[1.0_f32; 300])).unwrap();
+    let before = driver.host_waits();
+    let sum = device.pointwise().unwrap().add(&x, &x).unwrap();
+    assert_eq!(device.download(&sum).unwrap().as_slice::<f32>().unwrap(), [2.0; 300]);
+    assert_eq!(driver.host_waits(), before + 1);
+}
+
 #[test]
 fn memory_without_an_owner_holds_no_numbers() {
     let Some(driver) = emulator(Order::Seeded(1)) else { return };

@@ -166,14 +166,14 @@ impl Driver for Logging {
         self.inner.write(stream, to, bytes)
     }
 
-    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+    fn read_all(&self, stream: Stream, places: &mut [(Address, &mut [u8])]) -> Result<()> {
         {
             let mut log = self.log();
             log.queue(stream, "read");
             let of = log.streams[stream.0].0.clone();
             log.host_waits(&of);
         }
-        self.inner.read(stream, from, into)
+        self.inner.read_all(stream, places)
     }
 
     fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {
