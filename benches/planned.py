@@ -20,7 +20,6 @@ import datetime
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import tomllib
 from pathlib import Path
 
 from harness import machine, programs
+from harness.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = programs.Programs(os.cpu_count())
@@ -123,12 +123,10 @@ class Processes:
             return run(argv)
         if self.mpirun:
             return run([*self.mpirun.split(), "-n", self.count, *argv])
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        where = os.environ | {"WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        started = [subprocess.Popen(argv, env=where | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(self.count)]
-        ends = [process.communicate() for process in started]
+        with free_port() as port:
+            where = os.environ | {"WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            started = [subprocess.Popen(argv, env=where | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(self.count)]
+            ends = [process.communicate() for process in started]
         for process, (_, errors) in zip(started, ends):
             check(argv, process.returncode, errors)
         return ends[0][0]

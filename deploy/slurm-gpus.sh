@@ -18,9 +18,10 @@ run=${RUN:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME}
 mkdir -p "$run"
 export MESHWORK_THREADS=$SLURM_CPUS_PER_TASK
 
-# Where the processes meet: the first host of the job, at a port that follows from its number.
+# Where the processes meet: the first host of the job, at a port that follows from its number, below those that hosts
+# give to connections.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT
 
 # Each task sees all GPUs of its host, and takes the one of its number there: do not bind GPUs to tasks.

@@ -1,10 +1,10 @@
 """The part that says whether GPUs of several processes join over NCCL, and train as one rank does."""
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import correct
+from harness.ports import free_port
 from session import TINY, Late, Skipped
 
 # Meshes of so many ranks, each a process on a GPU of its own.
@@ -34,13 +34,10 @@ def together(session, ranks, device, mesh, sets, steps):
     """What each of `ranks` processes of `gpt_train` wrote, which plain variables number and TCP joins, and the losses and norms of their steps."""
     metrics = session.folder / f"nccl-{mesh}.jsonl"
     metrics.unlink(missing_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     argv = [session.program("gpt_train"), "--device", device, "--mesh", mesh, "--steps", steps, "--metrics", metrics]
-    # A sample is not compared, and between processes on emulated cards takes a minute: each message waits 40 ms.
-    argv += [word for key, value in (sets | {"metrics.sample_tokens": 0}).items() for word in ("--set", f"{key}={value}")]
-    with ThreadPoolExecutor(ranks) as pool:
+    argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    with free_port() as port, ThreadPoolExecutor(ranks) as pool:
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         told = list(pool.map(lambda rank: session.run(argv, place | {"RANK": str(rank)}), range(ranks)))
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     taken = [event for event in map(json.loads, lines) if event.get("event") == "step"]

@@ -91,7 +91,8 @@ def run(rank, port):
 if __name__ == "__main__":
     import socket
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        free = found.getsockname()[1]
-    torch.multiprocessing.spawn(run, (free,), RANKS)
+    # Bound until the ranks have ended, so that no connection gets the port before rank 0 listens there.
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        torch.multiprocessing.spawn(run, (held.getsockname()[1],), RANKS)

@@ -6,6 +6,7 @@ use crate::devices::StandIn;
 use crate::devices::emulates;
 use crate::processes::{STEPS, folder, installed, launched, numbers, over_tcp};
 use crate::program::{SMALLER, UNSAMPLED, events, lines, succeed};
+use meshwork_testkit::comm::processes::free_port;
 use meshwork_testkit::{Sampled, sweeps};
 use std::collections::BTreeMap;
 use std::fs;
@@ -225,7 +226,7 @@ fn a_missing_or_old_nccl_is_told_by_each_process_before_they_meet() {
     let run = |on: &StandIn, [rank, processes]: [usize; 2], more: &str, settings: &[(&str, &str)]| {
         let mut command = on.command(&line(&folder, "gpus", &format!("--device cuda --mesh dp=2 {more}")));
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
-        command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", crate::processes::free_port());
+        command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", free_port().to_string());
         command.env("VIRTUAL_ENV", "").env("CONDA_PREFIX", "").envs(settings.iter().copied());
         crate::program::Running::start(command).end()
     };

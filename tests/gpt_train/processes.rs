@@ -3,9 +3,9 @@
 
 use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
 use meshwork_testkit::Sampled;
+use meshwork_testkit::comm::processes::free_port;
 use serde_json::Value;
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -112,14 +112,9 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
     fs::remove_dir_all(folder).unwrap();
 }
 
-/// A port of this host that nobody listens at.
-pub fn free_port() -> String {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string()
-}
-
 /// `processes` processes of `gpt_train ..` by plain variables, which meet over TCP, without MPI.
 pub fn over_tcp(processes: usize, line: &str) -> Vec<Ended> {
-    let port = free_port();
+    let port = free_port().to_string();
     let start = |rank: usize| {
         let mut command = Command::new(path());
         command.args(line.split_whitespace()).stdin(Stdio::null()).env("TERM", "dumb");

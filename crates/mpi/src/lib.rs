@@ -42,6 +42,7 @@ mod plan;
 mod port;
 mod runtime;
 mod sockets;
+mod stream;
 mod wire;
 
 pub use error::MpiError;

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::MpiError;
+use crate::stream;
 
 /// Where the processes of a job meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -201,7 +202,7 @@ impl Wait {
             let tried = addresses.and_then(|all| {
                 let mut last = io::Error::from(ErrorKind::AddrNotAvailable);
                 for address in all {
-                    match TcpStream::connect_timeout(&address, self.left().min(GREETING)) {
+                    match stream::connect(address, self.left().min(GREETING)) {
                         Ok(stream) => return Ok(stream),
                         Err(error) => last = error,
                     }
@@ -221,7 +222,7 @@ impl Wait {
     /// The next process that connects and says who it is; `None` if there is none in time. Others are turned away.
     fn accept(&self, listener: &TcpListener) -> Result<Option<(TcpStream, IpAddr, Hello)>, String> {
         while !self.is_over() {
-            match listener.accept() {
+            match stream::accept(listener) {
                 Ok((mut stream, address)) => {
                     let greeted = stream.set_nonblocking(false).and_then(|()| {
                         stream.set_read_timeout(Some(GREETING))?;

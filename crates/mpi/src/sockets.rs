@@ -84,7 +84,6 @@ impl<T> Sockets<T> {
     pub(crate) fn new(streams: Vec<Option<TcpStream>>) -> io::Result<Sockets<T>> {
         let line = |stream: TcpStream| {
             stream.set_nonblocking(true)?;
-            stream.set_nodelay(true)?;
             Ok(Line { stream, out: VecDeque::new(), head: [0; HEAD], here: 0, body: None })
         };
         let tags = vec![0; streams.len()];
@@ -273,6 +272,7 @@ impl<T: Send> Carrier<T> for Sockets<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stream::{accept, connect};
     use std::net::TcpListener;
     use std::thread;
     use std::time::Duration;
@@ -282,8 +282,8 @@ mod tests {
     #[test]
     fn the_last_message_of_a_process_arrives_before_its_end() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (stream, _) = listener.accept().unwrap();
+        let mut other = connect(listener.local_addr().unwrap(), Duration::from_secs(60)).unwrap();
+        let (stream, _) = accept(&listener).unwrap();
         let mut sockets: Sockets<()> = Sockets::new(vec![None, Some(stream)]).unwrap();
         other.write_all(&[&FIRST.to_le_bytes(), &4_u64.to_le_bytes(), &b"last"[..]].concat()).unwrap();
         sockets.first(1, Block::from(&b"unread"[..]));

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, ReduceOp, RunError};
 use meshwork_mpi::{Library, Options, Reduction, Runtime};
+use meshwork_testkit::comm::processes::free_port;
 
-use launch::{Mpi, STANDARD, free_port, here, met, over_tcp, text};
+use launch::{Mpi, STANDARD, here, met, over_tcp, text};
 
 /// Tells a process which signal one of them gets.
 const SIGNAL: &str = "MESHWORK_TEST_SIGNAL";

@@ -40,6 +40,7 @@ impl Communicators {
         // Ranks of one process end together, and have no such place.
         if watches {
             let watch: Arc<dyn Watch> = new.clone();
+            new.pool.watched.set(Arc::downgrade(&watch));
             driver.watch(Arc::downgrade(&watch));
         }
         met.wait()?;
@@ -75,28 +76,21 @@ impl Communicators {
         })
     }
 
-    /// What NCCL has met in one of the communicators.
+    /// What NCCL has met in one of the communicators. They are locked, so that none is ended meanwhile.
     fn health(&self) -> Outcome<(), DriverError> {
-        let (nccl, comms) = (self.nccl()?, self.ends().comms.clone());
-        comms.into_iter().try_for_each(|comm| nccl.health(comm))
+        let (nccl, ends) = (self.nccl()?, self.ends());
+        ends.comms.iter().try_for_each(|comm| nccl.health(*comm))
     }
 
-    /// The error of a call of a group. Where NCCL has lost another process, the control group may say soon which.
+    /// The error of a call of a group.
     pub(super) fn explained(&self, control: &dyn Communicator, op: OpKind, fault: DriverError) -> CommError {
-        match self.reason(fault) {
+        match self.pool.reason(fault) {
             DriverError::Stopped { site, fault } => CommError::Stopped { site, fault },
             fault => {
                 self.abort();
                 backend(control, op, fault.to_string())
             }
         }
-    }
-
-    /// An error of a driver, or the fault that is its reason.
-    fn reason(&self, fault: DriverError) -> DriverError {
-        let begun = Instant::now();
-        let DriverError::Comm { .. } = fault else { return fault };
-        self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(fault)
     }
 
     /// Ends all communicators because of an error of the control group, which later operations get too.
@@ -143,7 +137,12 @@ impl Watch for Communicators {
             }
             !matches!(over, Ok(false))
         })?;
-        over.map(drop).map_err(|fault| self.reason(fault))
+        over.map(drop)
+    }
+
+    fn reason(&self, error: DriverError) -> DriverError {
+        let begun = Instant::now();
+        self.attend(&mut || begun.elapsed() >= EXPLAINED).err().unwrap_or(error)
     }
 }
 
@@ -178,7 +177,7 @@ impl Drop for Communicators {
 /// How often a host that waits asks NCCL whether its communicators are well.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long the control group may take to say why NCCL has lost a process, before its own error is told.
+/// How long the control group may take to say why a collective or a communicator failed, before NCCL's error is told.
 const EXPLAINED: Duration = Duration::from_secs(5);
 
 /// How long a rank that ended keeps its communicators for operations that others have not come to.
@@ -188,4 +187,115 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) fn backend(comm: &dyn Communicator, op: OpKind, message: String) -> CommError {
     let world_rank = comm.world_ranks().get(comm.rank()).copied().unwrap_or_default();
     CommError::Backend { op, group: comm.name().to_owned(), world_rank, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::idle::Idle;
+    use meshwork_core::comm::{Activity, Ended, FaultKind, Membership, PendingOp};
+    use meshwork_tensor::Category;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    /// A control group of one rank, which finds a fault after some looks, if at all.
+    #[derive(Debug)]
+    struct Control {
+        finds: bool,
+        asked: AtomicU64,
+    }
+
+    /// An operation of it, which is over.
+    struct Met(Site);
+
+    impl PendingOp for Met {
+        fn wait(self: Box<Self>) -> Outcome<Buffer, CommError> {
+            Ok(Buffer::empty())
+        }
+
+        fn is_done(&self) -> bool {
+            true
+        }
+
+        fn site(&self) -> Option<&Site> {
+            Some(&self.0)
+        }
+    }
+
+    impl Communicator for Control {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            1
+        }
+
+        fn world_ranks(&self) -> &[usize] {
+            &[0]
+        }
+
+        fn name(&self) -> &str {
+            "world"
+        }
+
+        fn start(&self, _: Call) -> Outcome<Pending, CommError> {
+            let site = Site { group: "world".into(), group_id: 0, world_rank: 0, seq: 0, op: None };
+            Ok(Pending::new(Met(site)))
+        }
+
+        fn split(&self, name: &str, _: &[usize]) -> Outcome<Arc<dyn Communicator>, CommError> {
+            Err(backend(self, OpKind::Barrier, format!("no part {name}")))
+        }
+
+        fn membership(&self) -> &dyn Membership {
+            self
+        }
+    }
+
+    impl Membership for Control {
+        fn origin(&self) -> Instant {
+            Instant::now()
+        }
+
+        fn fork(&self, name: &str) -> Outcome<Arc<dyn Communicator>, CommError> {
+            self.split(name, &[0])
+        }
+
+        fn attend(&self, _: &Site, done: &mut dyn FnMut() -> bool) -> Outcome<(), Arc<Fault>> {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            let over = (0..3).any(|_| done());
+            let kind = FaultKind::Gone { rank: 1, how: Activity::Computing };
+            let fault = Fault { kind, site: None, ranks: Vec::new() };
+            if over || !self.finds { Ok(()) } else { Err(Arc::new(fault)) }
+        }
+
+        fn end(&self, _: Activity) -> Ended {
+            Ended::default()
+        }
+    }
+
+    /// The device finds that members of a collective differ before the control group does, by a race that an all-to-all
+    /// of unequal counts lost in four of five runs.
+    #[test]
+    fn the_verdict_of_the_control_group_goes_before_what_the_device_found() {
+        let of_comm = || DriverError::Comm { call: "ncclSend and ncclRecv", why: "rank 0 sends no 16 bytes".to_owned() };
+        let of_device = || DriverError::Call { call: "cuMemAlloc", why: "of this device".to_owned() };
+        for finds in [true, false] {
+            let pool = Arc::new(Pool::new(Arc::new(Idle::new("cuda"))).unwrap());
+            let control = Arc::new(Control { finds, asked: AtomicU64::new(0) });
+            let comms = Communicators::new(control.clone(), pool.clone()).unwrap();
+            // The three ways by which an error of the driver leaves the device.
+            let ways = |fault: fn() -> DriverError| {
+                let refused = pool.refused("download", Category::default(), fault()).to_string();
+                [refused, pool.told(fault()), comms.explained(&*control, OpKind::Send, fault()).to_string()]
+            };
+            assert!(ways(of_device).iter().all(|told| told.contains("of this device")), "{:?}", ways(of_device));
+            assert_eq!(control.asked.load(Ordering::Relaxed), 0);
+            let wanted = if finds { "stopped because rank 1 " } else { "rank 0 sends no 16 bytes" };
+            for told in ways(of_comm) {
+                assert!(told.contains(wanted), "{told}");
+            }
+            assert_eq!(control.asked.load(Ordering::Relaxed), 3);
+        }
+    }
 }

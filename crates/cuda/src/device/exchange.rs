@@ -8,10 +8,6 @@ use meshwork_core::ReduceOp;
 use std::result::Result as Outcome;
 use std::sync::Arc;
 
-pub(super) fn text(fault: impl ToString) -> String {
-    fault.to_string()
-}
-
 /// The round in which two of n ranks meet, if each round has each rank at most once and all meet in n rounds.
 pub(super) fn round(n: usize, one: usize, other: usize) -> usize {
     let rounds = n - 1 + n % 2;
@@ -45,14 +41,14 @@ pub(super) struct Queue<'a> {
 impl Queue<'_> {
     pub(super) fn exchange(&self, exchange: Exchange) -> Outcome<(), String> {
         let driver = &self.pool.driver;
-        driver.queue(self.stream, Queued::Exchange { on: self.comm, exchange }).map_err(text)
+        driver.queue(self.stream, Queued::Exchange { on: self.comm, exchange }).map_err(|fault| self.pool.told(fault))
     }
 
     fn copy(&self, from: Address, to: Address, bytes: usize) -> Outcome<(), String> {
         if from == to || bytes == 0 {
             return Ok(());
         }
-        self.pool.driver.copy(self.stream, from, to, bytes).map_err(text)
+        self.pool.driver.copy(self.stream, from, to, bytes).map_err(|fault| self.pool.told(fault))
     }
 
     /// Sends each rank its part of `from`, and receives the parts of all into `to`; the own one is copied.
@@ -95,7 +91,7 @@ impl Queue<'_> {
         let sent = self.parts(bytes, dtype.size());
         let own = sent[rank].clone();
         // One place for each other rank; the memory is released before it is used, which is safe in the same stream.
-        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(text)?;
+        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(|error| error.to_string())?;
         let received: Vec<_> = (0..n).map(|rank| rank * own.len()..(rank + 1) * own.len()).collect();
         self.all_to_all(from, &sent, others.at(), &received)?;
         if !own.is_empty() {

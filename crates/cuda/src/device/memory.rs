@@ -9,7 +9,7 @@ use super::address_tables::AddressTables;
 use super::blocks::{Block, Blocks};
 use super::prelude::*;
 use super::room::Room;
-use crate::driver::{Driver, DriverError, Priority, Stream};
+use crate::driver::{Driver, DriverError, Priority, Stream, Watched};
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{CommError, Memory};
 use meshwork_tensor::{Category, Meter};
@@ -44,6 +44,8 @@ pub(super) struct Pool {
     pub(super) room: Room,
     /// The first error without a caller to return it to, as while a buffer was dropped.
     fault: OnceLock<DriverError>,
+    /// Who knows of other processes that take part in the work.
+    pub(super) watched: Watched,
 }
 
 /// A block owned by buffers.
@@ -64,8 +66,8 @@ impl Pool {
         let offload = driver.stream()?;
         let free = Mutex::new([(); 3].map(|()| Blocks::new(driver.properties().granule)));
         let (meter, tables, room) = (Arc::default(), Mutex::default(), Room::default());
-        let fault = OnceLock::new();
-        Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room, fault })
+        let (fault, watched) = (OnceLock::new(), Watched::default());
+        Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room, fault, watched })
     }
 
     /// Stores an error that cannot be returned now: every later use of the device returns the first such error.
@@ -76,6 +78,20 @@ impl Pool {
     /// Checks that no error was stored.
     pub(super) fn sound(&self) -> Result<(), DriverError> {
         self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
+    }
+
+    /// The error that is told for one of the driver: of communication what the control group has to say, before what the
+    /// device found. Every error of the driver goes through this where it leaves the device.
+    pub(super) fn reason(&self, fault: DriverError) -> DriverError {
+        match (&fault, self.watched.get()) {
+            (DriverError::Comm { .. }, Some(watch)) => watch.reason(fault),
+            _ => fault,
+        }
+    }
+
+    /// The words of that error.
+    pub(super) fn told(&self, fault: DriverError) -> String {
+        self.reason(fault).to_string()
     }
 
     fn free(&self) -> MutexGuard<'_, [Blocks; 3]> {
@@ -104,7 +120,7 @@ impl Pool {
 
     /// The error of a call that the driver refused. If there is no memory for it, the error lists the memory in use.
     pub(super) fn refused(&self, op: &'static str, category: Category, fault: DriverError) -> Error {
-        let device = self.driver.name().to_owned();
+        let (device, fault) = (self.driver.name().to_owned(), self.reason(fault));
         match fault {
             DriverError::OutOfMemory { bytes, .. } => {
                 let held = Box::new(self.meter.live());

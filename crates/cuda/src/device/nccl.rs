@@ -25,7 +25,7 @@
 //! for the same number of bytes on each link as a ring.
 
 use super::communicators::{Communicators, backend};
-use super::exchange::{Queue, places, round, text};
+use super::exchange::{Queue, places, round};
 use super::memory::{DeviceMemory, Pool};
 use super::prelude::*;
 use crate::driver::{Event, Exchange, Message, NcclComm, Stream, UniqueId};
@@ -168,7 +168,7 @@ impl NcclGroup {
         let stream = match stream.get() {
             Some(stream) => *stream,
             None => {
-                let new = self.shared.pool.driver.stream().map_err(text)?;
+                let new = self.shared.pool.driver.stream().map_err(|fault| self.shared.pool.told(fault))?;
                 *stream.get_or_init(|| new)
             }
         };
@@ -177,12 +177,13 @@ impl NcclGroup {
 
     /// Queues the elements of a call. The event after them, in their stream.
     fn queue(&self, call: &Call) -> Outcome<Event, String> {
-        let Pool { driver, compute, .. } = &*self.shared.pool;
+        let pool = &self.shared.pool;
+        let told = |fault| pool.told(fault);
         let (comm, stream, peer) = self.way(&call.op)?;
         let (input, to) = (self.place(call.input.as_ref())?, self.place(call.output.as_ref())?);
         let from = if call.input.is_some() { input } else { to };
-        driver.record(*compute).and_then(|ready| driver.wait(stream, ready)).map_err(text)?;
-        let queue = Queue { pool: &self.shared.pool, rank: self.rank(), size: self.size(), comm, stream };
+        pool.driver.record(pool.compute).and_then(|ready| pool.driver.wait(stream, ready)).map_err(told)?;
+        let queue = Queue { pool, rank: self.rank(), size: self.size(), comm, stream };
         let buffer = call.input.as_ref().or(call.output.as_ref());
         let (dtype, bytes) = buffer.map_or((DType::U8, 0), |buffer| (buffer.dtype(), buffer.bytes()));
         match (&call.op, self.reduction) {
@@ -215,7 +216,7 @@ impl NcclGroup {
             }
             (Op::Barrier, _) => Ok(()),
         }?;
-        driver.record(stream).map_err(text)
+        pool.driver.record(stream).map_err(told)
     }
 }
 

@@ -56,7 +56,8 @@ pub enum DriverError {
     /// A function of a library that failed.
     #[error("{call}: {why}")]
     Call { call: &'static str, why: String },
-    /// A communicator that has met an error, mostly because another process of it is gone.
+    /// A collective or a communicator that failed, mostly because of another process: one that is gone, or in another
+    /// call. The device may find that before the control group does, which is [asked](super::Watch::reason) first.
     #[error("{call}: {why}")]
     Comm { call: &'static str, why: String },
     /// Collectives that were ended, because the world of their ranks has stopped.

@@ -1,6 +1,6 @@
 //! How a host waits for a device whose work other processes take part in: it would wait for ever for one that has died.
 
-use super::error::Result;
+use super::error::{DriverError, Result};
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -12,6 +12,10 @@ pub trait Watch: Send + Sync + Debug {
     /// Of `done`; and the reason why other processes will not do their part. Then the device's communicators are
     /// aborted, so that its work ends.
     fn attend(&self, done: &mut dyn FnMut() -> Result<bool>) -> Result<()>;
+
+    /// The fault of another process that is the reason of a [communication error](DriverError::Comm), if the other
+    /// processes say one within a bounded time; else the error.
+    fn reason(&self, error: DriverError) -> DriverError;
 }
 
 /// The watch of a device, if it has one.

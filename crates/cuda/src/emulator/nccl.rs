@@ -42,6 +42,11 @@ fn invalid(call: &'static str, why: String) -> DriverError {
     DriverError::Call { call, why: format!("ncclInvalidUsage: {why}") }
 }
 
+/// The error of a collective whose members differ. NCCL would not find it, and stand still or give wrong numbers.
+fn differ(call: &'static str, why: String) -> DriverError {
+    DriverError::Comm { call, why }
+}
+
 impl Comms {
     /// A new name.
     pub(super) fn unique_id(&mut self) -> UniqueId {
@@ -209,7 +214,7 @@ pub(super) fn run(memory: &mut Memory, calls: &[(usize, Exchange)]) -> Result<()
 /// Bytes that a rank writes, and where.
 type Written = (Address, Vec<u8>);
 
-/// What each rank writes in a collective, and where, from the parts of all by rank.
+/// What each rank writes in a collective, and where, from the parts of all by rank. An error if these differ.
 pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
     let Some(Part { exchange: first, .. }) = parts.first() else { return Ok(Vec::new()) };
     let kind = |exchange: &Exchange| match exchange {
@@ -222,7 +227,7 @@ pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
     };
     if let Some(rank) = parts.iter().position(|part| kind(&part.exchange) != kind(first)) {
         let why = format!("rank 0 is in {}, and rank {rank} in {}", kind(first), kind(&parts[rank].exchange));
-        return Err(invalid(first.name(), why));
+        return Err(differ(first.name(), why));
     }
     let (call, n) = (first.name(), parts.len());
     let inputs = || parts.iter().filter_map(|part| part.read.first().cloned()).collect::<Vec<_>>();
@@ -232,7 +237,7 @@ pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
     };
     let count = |sends| (0..n).flat_map(messages).filter(|message| message.sends == sends).count();
     if count(true) != count(false) {
-        return Err(invalid(call, format!("{} messages are sent and {} received", count(true), count(false))));
+        return Err(differ(call, format!("{} messages are sent and {} received", count(true), count(false))));
     }
     // What all ranks get, or get parts of.
     let whole = match first {
@@ -242,7 +247,7 @@ pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
         Exchange::AllGather { .. } => inputs().concat(),
         Exchange::Broadcast { root, .. } => {
             let source = parts.get(*root).and_then(|part| part.read.first());
-            source.ok_or_else(|| invalid(call, format!("there is no rank {root}")))?.clone()
+            source.ok_or_else(|| differ(call, format!("there is no rank {root}")))?.clone()
         }
         Exchange::Messages(_) => Vec::new(),
     };
@@ -258,7 +263,7 @@ pub(super) fn results(parts: &[Part]) -> Result<Vec<Vec<Written>>> {
                 let sent = if peer < n { messages(peer) } else { &[] };
                 let is_it = |other: &Message| other.peer == rank && other.bytes == bytes;
                 let found = sent.iter().filter(|message| message.sends).position(is_it);
-                let lacks = || invalid(call, format!("rank {peer} sends no {bytes} bytes to rank {rank}"));
+                let lacks = || differ(call, format!("rank {peer} sends no {bytes} bytes to rank {rank}"));
                 Ok((at, parts[peer].read[found.ok_or_else(lacks)?].clone()))
             };
             all.iter().filter(|message| !message.sends).map(receive).collect()

@@ -62,6 +62,8 @@ pub(super) struct State {
     pub(super) ran: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
+    /// Streams that stand still, because the members of the collective that is next in them differ; and how.
+    differing: BTreeMap<usize, DriverError>,
     /// Whether no work runs any more.
     pub(super) stands_still: bool,
     /// How often each call of the seam was made.
@@ -90,6 +92,7 @@ impl State {
             ran: 0,
             draws: Draws::new(order),
             fault: None,
+            differing: BTreeMap::new(),
             stands_still: false,
             calls: BTreeMap::new(),
             waits: 0,
@@ -121,7 +124,7 @@ impl State {
             None => self.finish_all(),
             Some(draws) => {
                 for _ in 0..draws.ahead() {
-                    if !self.advance_unwaited()? {
+                    if !self.advance()? {
                         break;
                     }
                 }
@@ -174,20 +177,8 @@ impl State {
         };
         let in_queue =
             |state: &Self, queue: &Queue| queue.work.iter().enumerate().any(|(at, queued)| unsent(state, at, queued));
-        while self.queues.iter().any(|queue| in_queue(self, queue)) && self.advance_unwaited()? {}
+        while self.queues.iter().any(|queue| in_queue(self, queue)) && self.advance()? {}
         Ok(())
-    }
-
-    /// [`advance`](Self::advance) while no host waits. A collective whose members differ does not run, as in
-    /// NCCL; a host that waits for it gets the error, after the control group's own.
-    fn advance_unwaited(&mut self) -> Result<bool> {
-        self.advance().or_else(|fault| match fault {
-            DriverError::Call { .. } => {
-                self.fault = None;
-                Ok(false)
-            }
-            fault => Err(fault),
-        })
     }
 
     fn run_while(&mut self, needed: impl Fn(&Self) -> bool) -> Result<bool> {
@@ -195,7 +186,7 @@ impl State {
         while needed(self) {
             if !self.advance()? {
                 self.check_waits()?;
-                return Ok(false);
+                return self.differing.values().next().map_or(Ok(false), |differ| Err(differ.clone()));
             }
         }
         Ok(true)
@@ -216,28 +207,34 @@ impl State {
     }
 
     /// Runs the next piece of work of one stream. False if there is none: an event is recorded before any wait for it,
-    /// so some stream can continue unless a collective waits for other ranks.
+    /// so some stream can continue unless a collective waits for other ranks, or has members that differ: a host that
+    /// waits for it is told.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
         if self.stands_still {
             return Ok(false);
         }
-        let can = |queue: &Queue| match queue.work.front() {
+        let can = |at: usize| match self.queues[at].work.front() {
             None => false,
             Some(Queued::Wait(event)) => !self.ahead.contains(event),
             Some(Queued::Work(Work::Exchange { on, .. })) => {
-                let here = || self.comms.is_aborted(*on) || self.parts(*on).is_some();
-                self.processes.is_ready(*on).unwrap_or_else(here)
+                let here = || self.parts(*on).is_some();
+                self.is_aborted(*on)
+                    || !self.differing.contains_key(&at) && self.processes.is_ready(*on).unwrap_or_else(here)
             }
             Some(_) => true,
         };
-        let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
+        let ready: Vec<usize> = (0..self.queues.len()).filter(|&at| can(at)).collect();
         let Some(&first) = ready.first() else { return Ok(false) };
         self.ran += 1;
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
         if let Some(Queued::Work(Work::Exchange { on, .. })) = self.queues[chosen].work.front() {
             let on = *on;
-            self.exchange(chosen, on).inspect_err(|fault| self.fault = Some(fault.clone()))?;
+            self.differing.remove(&chosen);
+            match self.exchange(chosen, on) {
+                Err(differ @ DriverError::Comm { .. }) => _ = self.differing.insert(chosen, differ),
+                done => done.inspect_err(|fault| self.fault = Some(fault.clone()))?,
+            }
             return Ok(true);
         }
         let Queue { device, work } = &mut self.queues[chosen];
@@ -250,6 +247,10 @@ impl State {
             self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
         Ok(true)
+    }
+
+    fn is_aborted(&self, on: NcclComm) -> bool {
+        self.processes.is_over(on).unwrap_or_else(|| self.comms.is_aborted(on))
     }
 
     /// The queues whose next work is a collective of the communicator of `on`, by rank; `None` if a member's is not.
@@ -276,12 +277,14 @@ impl State {
             return Ok(());
         }
         let queues = self.parts(on).unwrap_or_default();
-        let part = |queue: usize| match self.queues[queue].work.pop_front() {
-            Some(Queued::Work(Work::Exchange { on, exchange })) => (self.comms.device(on), exchange),
+        let part = |&queue: &usize| match self.queues[queue].work.front() {
+            Some(Queued::Work(Work::Exchange { on, exchange })) => (self.comms.device(*on), exchange.clone()),
             _ => (0, Exchange::Messages(Vec::new())),
         };
-        let parts: Vec<(usize, Exchange)> = queues.into_iter().map(part).collect();
-        run(&mut self.memory, &parts)
+        let parts: Vec<(usize, Exchange)> = queues.iter().map(part).collect();
+        run(&mut self.memory, &parts)?;
+        queues.into_iter().for_each(|queue| _ = self.queues[queue].work.pop_front());
+        Ok(())
     }
 
     /// Checks that work which cannot go on waits for work that may still be queued, and not in a circle of queues.

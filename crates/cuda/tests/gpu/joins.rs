@@ -127,6 +127,10 @@ impl Watch for Hasty {
         self.driver.nccl()?.abort(self.comm)?;
         Err(DriverError::Comm { call: "attend", why: "nobody comes".to_owned() })
     }
+
+    fn reason(&self, error: DriverError) -> DriverError {
+        error
+    }
 }
 
 /// All waits of a host go by its watch, also those of NCCL's own calls.

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use meshwork_core::launcher::detect;
 use meshwork_mpi::{Library, Meeting, MpiError, Options, Runtime};
+use meshwork_testkit::comm::processes::free_port;
 
 /// Tells a process that it is one of those that a launcher started: the file of its library.
 const LIBRARY: &str = "MESHWORK_TEST_MPI";
@@ -93,13 +93,6 @@ pub fn met(options: Options) -> Option<Result<Runtime, MpiError>> {
     let launch = detect(&environment).unwrap_or_else(|error| panic!("{error}"))?;
     let meeting = Meeting::of(&launch, &environment);
     Some(meeting.and_then(|meeting| Runtime::meet(meeting, options, &AtomicBool::new(false))))
-}
-
-/// A port that is free now.
-#[allow(dead_code, reason = "not every test program meets over TCP")]
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    listener.local_addr().expect("its address").port()
 }
 
 /// Starts `test` of this program as these ranks of so many, which meet over TCP by plain variables.

@@ -2,8 +2,9 @@
 //! where the ranks can meet. The backend that joins them is the caller's.
 
 use std::io::Read;
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+use std::net::{Ipv4Addr, TcpListener, UdpSocket};
+use std::process::{Child, Command, Stdio, id};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ pub struct Place {
     pub rank: usize,
     /// The number of ranks.
     pub ranks: usize,
-    /// A port of this host that was free before the processes started: the first one may listen there.
+    /// A [free port](free_port) of this host: the first one may listen there.
     pub port: u16,
 }
 
@@ -56,14 +57,37 @@ pub fn run(ranks: usize, test: &str, body: impl FnOnce(Place)) -> Option<Vec<Exi
         body(place);
         return None;
     }
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a local port");
-    let port = listener.local_addr().expect("its number").port();
-    drop(listener);
+    let port = free_port();
     let place = |rank| Place { rank, ranks, port };
     let (mut children, reads): (Vec<_>, Vec<_>) = (0..ranks).map(|rank| start(test, place(rank))).unzip();
     let codes = wait(&mut children);
     let exit = |(code, read): (_, JoinHandle<_>)| Exit { code, errors: read.join().unwrap_or_default() };
     Some(codes.into_iter().zip(reads).map(exit).collect())
+}
+
+/// Where free ports are looked for: below those that the system gives to connections, from 32768 on with Linux and from
+/// 49152 on elsewhere, and above those of services.
+const PORTS: [u16; 2] = [10_000, 32_000];
+
+/// A port of this host at which nobody listens, for a process that is started later. No connection gets it, and no other
+/// caller in any process until this one ends, which holds the number as a port of UDP. A port that was bound and given
+/// back would be anybody's before the process comes to it.
+///
+/// # Panics
+/// If there is none.
+pub fn free_port() -> u16 {
+    static HELD: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
+    let [first, end] = PORTS;
+    // Processes begin at different places.
+    let begin = id() as u16 % (end - first);
+    let free = (first..end).map(|port| first + (port - first + begin) % (end - first)).find_map(|port| {
+        let held = UdpSocket::bind((Ipv4Addr::LOCALHOST, port)).ok()?;
+        let nobody_listens = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok();
+        nobody_listens.then_some((port, held))
+    });
+    let (port, held) = free.expect("a free port");
+    HELD.lock().unwrap_or_else(PoisonError::into_inner).push(held);
+    port
 }
 
 /// The process of a rank, and a thread that reads its errors.
@@ -97,4 +121,24 @@ fn wait(children: &mut [Child]) -> Vec<Option<i32>> {
         thread::sleep(Duration::from_millis(5));
     }
     ends.into_iter().flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What failed once: a connection had got the port before the process of rank 0 came to listen there.
+    #[test]
+    fn a_free_port_is_kept_from_connections_and_from_others() {
+        let ports = [free_port(), free_port()];
+        assert_ne!(ports[0], ports[1]);
+        for port in ports {
+            assert!((PORTS[0]..PORTS[1]).contains(&port), "{port}");
+            assert!(UdpSocket::bind((Ipv4Addr::LOCALHOST, port)).is_err(), "{port} is not held");
+            assert!(TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok(), "nobody can listen at {port}");
+        }
+        let given = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
+        let lowest = given.ok().and_then(|range| range.split_whitespace().next()?.parse::<u16>().ok());
+        assert!(lowest.is_none_or(|lowest| lowest >= PORTS[1]), "connections of this host get ports from {lowest:?} on");
+    }
 }

@@ -77,9 +77,9 @@ impl Config {
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 
-/// Codes of a connection, or of another process.
-const SYSTEM_ERROR: c_int = 2;
-const REMOTE_ERROR: c_int = 6;
+/// Codes of a call that cannot be, whatever other processes do.
+const INVALID_ARGUMENT: c_int = 4;
+const INVALID_USAGE: c_int = 5;
 
 /// Codes by their numbers.
 const CODES: [&str; 9] = [
@@ -196,8 +196,8 @@ impl Library {
     pub(super) fn fault(&self, call: &'static str, code: c_int) -> DriverError {
         let why = self.meaning(code);
         match code {
-            SYSTEM_ERROR | REMOTE_ERROR => DriverError::Comm { call, why },
-            _ => DriverError::Call { call, why },
+            INVALID_ARGUMENT | INVALID_USAGE => DriverError::Call { call, why },
+            _ => DriverError::Comm { call, why },
         }
     }
 
@@ -286,9 +286,10 @@ mod tests {
             assert_eq!(unsafe { (library.functions.unique_id)(id) }, SUCCESS);
         }
         assert_ne!(ids[0].0, ids[1].0);
-        let lost = library.fault("ncclSend", REMOTE_ERROR).to_string();
-        assert!(lost.starts_with("ncclSend: ncclRemoteError (remote process exited"), "{lost}");
-        assert!(matches!(library.fault("ncclSend", 5), DriverError::Call { .. }));
+        let lost = library.fault("ncclSend", 6);
+        assert!(lost.to_string().starts_with("ncclSend: ncclRemoteError (remote process exited"), "{lost}");
+        assert!(matches!(lost, DriverError::Comm { .. }));
+        assert!(matches!(library.fault("ncclSend", INVALID_USAGE), DriverError::Call { .. }));
     }
 
     /// Functions, codes and the beginning of the configuration, as g++ reads them in `nccl.h` of the wheel.
@@ -299,9 +300,11 @@ mod tests {
         for (field, offset) in offsets() {
             writeln!(source, "static_assert(offsetof(ncclConfig_t, {field}) == {offset});").unwrap();
         }
-        for (name, value) in
-            [("ncclSystemError", SYSTEM_ERROR), ("ncclRemoteError", REMOTE_ERROR), ("ncclInProgress", IN_PROGRESS)]
-        {
+        for (name, value) in [
+            ("ncclInvalidArgument", INVALID_ARGUMENT),
+            ("ncclInvalidUsage", INVALID_USAGE),
+            ("ncclInProgress", IN_PROGRESS),
+        ] {
             writeln!(source, "static_assert({name} == {value});").unwrap();
         }
         writeln!(source, "static_assert(NCCL_API_MAGIC == {}u);", Config::non_blocking().magic).unwrap();

@@ -107,7 +107,7 @@ impl Comms {
             _ => {
                 let seconds = self.patience.as_secs_f64();
                 let why = format!("it has waited {seconds} s for other ranks, which did not come to the same call");
-                Err(DriverError::Call { call, why })
+                Err(DriverError::Comm { call, why })
             }
         };
         self.until(done).inspect_err(|_| self.end(on))
