@@ -7,6 +7,8 @@ add to them is added here.
 
 - deploy/mpijob.yaml and deploy/jobset.yaml, with their own commands, volumes and users: mpirun reaches the workers by ssh. A rank is killed,
   the launcher fails and is started again, and the losses are those of an uninterrupted run of threads, bit by bit.
+- deploy/jobset-gpus.yaml on emulated cards, of which each pod has two: elements go between pods over emulated NCCL. A process is killed, the
+  other pod's says which, and the set that is started again has the losses of threads.
 - A pod whose command forgets mpirun, as an indexed Job and in the launcher of an MPIJob: refused, with the line to use.
 
 A pod has a network, a host name and files of its own: packages and commands of deploy/Dockerfile over the /usr and /etc of this machine, which
@@ -28,6 +30,7 @@ from pathlib import Path
 from two_hosts import MODEL, ROOT, Losses, ip, kill_all, processes, skipped, unpacked
 
 STEPS, EVERY = 300, 10  # steps of a run, and between its checkpoints
+EMULATED = 30  # steps on emulated cards, which take longer
 LONGEST = 90  # seconds of a run
 SWITCH = f"mw{os.getpid()}"  # the namespace of the bridge between pods
 USER = 1000  # of the image
@@ -120,6 +123,10 @@ class Pods:
 
     def volume(self, pod, volume, group):
         """The folder of a volume, with the owners and modes that a kubelet gives it."""
+        if "emptyDir" in volume:
+            at = Path(tempfile.mkdtemp(dir=self.folder))
+            os.chmod(at, 0o1777)
+            return at
         claim = volume.get("persistentVolumeClaim")
         at = self.folder / f"{self.name}-{claim['claimName']}" if claim else Path(tempfile.mkdtemp(dir=self.folder))
         if claim:
@@ -148,7 +155,7 @@ class Pods:
         (hosts / "hosts").write_text(self.hosts)
         command = command or [*container["command"], *container["args"]]
         variables = [SEARCH, "HOME=/home/mpiuser", f"HOSTNAME={name}", "TERM=dumb", *variables]
-        variables += [f"{of['name']}={of['value']}" for of in container.get("env", [])]
+        variables += [f"{of['name']}={of['value']}" for of in container.get("env", []) if "value" in of]
         script = ROOM.replace("while [", f'mount --bind "{hosts}/hosts" etc/hosts\nwhile [', 1)
         line = ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "bash", "-c", script, "bash", root, self.layer, name]
         line += [word for pair in [*mounts, *more] for word in pair]
@@ -264,6 +271,47 @@ def trains(pods, found, make, wanted):
             print(f"{pods.name}, {pod[0][1]} without mpirun: refused: {said.strip()[:200]}")
 
 
+def trains_on_cards(pods, found, wanted):
+    """The processes of a JobSet without mpirun, one in each pod."""
+    name, [job] = found["metadata"]["name"], found["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    of_pod, index = spec["template"]["spec"], "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    container = of_pod["containers"][0]
+    numbered = [of["name"] for of in container["env"] if of.get("valueFrom") == {"fieldRef": {"fieldPath": index}}]
+    cards = {"cuda": "cuda-emulated:0:4", "dp=2,tp=8": "dp=2,tp=2", "comm.ranks_per_process=8": "comm.ranks_per_process=2"}
+    words = [cards.pop(word, word) for word in container["args"]]
+    if cards or numbered != ["RANK"]:
+        sys.exit(f"{pods.name}: it lacks {list(cards)}, or {numbered} have the number of the pod")
+    sets = [*MODEL.split(), f"training.steps={len(wanted)}", f"checkpoint.every={EVERY}", "comm.timeout_seconds=10"]
+    command = [*container["command"], *words, *(word for one in sets for word in ("--set", one))]
+    hosts = [f"{name}-{job['name']}-0-{at}" for at in range(spec["completions"])]
+    made = [pods.add(host, f"{host}.{name}") for host in hosts]
+    metrics, cache = pods.folder / f"{pods.name}-runs/metrics.jsonl", Path(tempfile.mkdtemp(dir=pods.folder))
+    os.chmod(cache, 0o777)
+
+    def ends(until):
+        """Starts all pods, and kills the last one's process after so many steps. Their exit codes."""
+        running = [pods.start(pod, of_pod, [f"RANK={at}", "XDG_CACHE_HOME=/cache"], [(cache, "/cache")], command) for at, pod in enumerate(made)]
+        begun = time.monotonic()
+        while any(process.poll() is None for process in running):
+            if until and len(pods.losses.of(metrics)) >= until:
+                os.kill(int(processes("gpt_train", pods.spaces[-1:])[0]), signal.SIGKILL)
+                until = None
+            if time.monotonic() - begun > LONGEST:
+                sys.exit(f"{pods.name}: the pods do not end\n{pods.text(made[0])}\n{pods.text(made[-1])}")
+            time.sleep(0.02)
+        return [process.returncode for process in running]
+
+    first, come = ends(EVERY + 2), len(pods.losses.of(metrics))
+    if 0 in first or not EVERY < come < len(wanted) or "is lost (its process ended)" not in pods.text(made[0]):
+        sys.exit(f"{pods.name}: ended with {first} after {come} steps\n{pods.text(made[0])}")
+    second = ends(None)
+    if any(second) or pods.losses.of(metrics) != wanted:
+        sys.exit(f"{pods.name}: started again, ended with {second}, or with other losses\n{pods.text(made[0])}\n{pods.text(made[-1])}")
+    print(f"{pods.name}: {len(made)} processes in as many pods, on emulated cards; one is killed after {come} steps, the other ends with {first[0]} and")
+    print(f"    names it, and started again they have the losses of an uninterrupted run of threads in all {len(wanted)} steps")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=Path, default=ROOT / "target/release/examples", help="folder of gpt_train")
@@ -284,6 +332,11 @@ def main():
                 trains(pods, yaml.safe_load((ROOT / f"deploy/{file}.yaml").read_text()), make, wanted)
             finally:
                 pods.remove()
+        pods = Pods(Path(name), layer, losses, "jobset-gpus")
+        try:
+            trains_on_cards(pods, yaml.safe_load((ROOT / "deploy/jobset-gpus.yaml").read_text()), wanted[:EMULATED])
+        finally:
+            pods.remove()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 
 - `srun` with PMIx and Open MPI, and with PMI2 and MPICH: the losses are those of threads, bit by bit.
 - `srun` with a PMI that the library does not have: no process trains alone, and each says what the likely cause is.
+- `sbatch deploy/slurm-gpus.sh` on emulated cards, two on each host, whose elements go over emulated NCCL: the losses of threads.
 - `sbatch deploy/slurm.sh`: SIGTERM makes the run save and end, a rank that is killed ends the job, and the job that is
   submitted again goes on with the losses of the uninterrupted run.
 
@@ -36,7 +37,8 @@ AuthType=auth/none
 CredType=cred/none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SelectType=select/linear
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -48,8 +50,9 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 KillWait=5
-NodeName={near} NodeAddr=10.77.0.1 CPUs=16 State=UNKNOWN
-NodeName={far} NodeAddr=10.77.0.2 CPUs=16 State=UNKNOWN
+GresTypes=gpu
+NodeName={near} NodeAddr=10.77.0.1 CPUs=16 Gres=gpu:2 State=UNKNOWN
+NodeName={far} NodeAddr=10.77.0.2 CPUs=16 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE
 """
 
@@ -62,10 +65,12 @@ class Slurm:
         (folder / "state").mkdir()
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
         Path(self.variables["SLURM_CONF"]).write_text(CONFIGURATION.format(near=NEAR, far=FAR, folder=folder))
+        (folder / "gres.conf").write_text("Name=gpu Count=2\n")
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for address, host in SPACES.items()))
 
     def on(self, host, *line, **more):
         """A command on a host, started."""
-        inside = f'mount -t overlay overlay -o lowerdir={self.usr}:/usr /usr && hostname {host} && exec "$@"'
+        inside = f'mount -t overlay overlay -o lowerdir={self.usr}:/usr /usr && mount --bind {self.folder}/hosts /etc/hosts && hostname {host} && exec "$@"'
         line = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount", "bash", "-c", inside, "bash", *map(str, line)]
         variables = os.environ | self.variables | more.pop("env", {})
         return subprocess.Popen(line, env=variables, stdin=subprocess.DEVNULL, text=True, **more)
@@ -138,16 +143,35 @@ def by_srun(slurm, losses, wanted):
         print(f"srun --mpi={pmi}, {library}: refused: {said.strip()[:240]}")
 
 
+def submitted(slurm, script, env, *options):
+    """The number of a job that a batch script of deploy/ was submitted as."""
+    sets = [word for one in [*MODEL.split(), "checkpoint.every=5", "comm.timeout_seconds=10"] for word in ("--set", one)]
+    text, code = slurm.run("sbatch", "--parsable", f"--output={slurm.folder}/job.log", *options, script, *sets, env=env)
+    if code:
+        sys.exit(f"sbatch ended with {code}: {text}")
+    return text.strip()
+
+
+def by_gpus(slurm, losses, wanted):
+    run, script = slurm.folder / "gpus", slurm.folder / "slurm-gpus.sh"
+    text = (ROOT / "deploy/slurm-gpus.sh").read_text()
+    if text.count("--device cuda ") != 1:
+        sys.exit("deploy/slurm-gpus.sh does not name its device")
+    script.write_text(text.replace("--device cuda ", "--device cuda-emulated:0:4 "))
+    env = {"RUN": str(run), "GPT_TRAIN": str(losses.gpt_train), "STEPS": str(len(wanted)), "MESH": "dp=2,tp=2", "XDG_CACHE_HOME": str(slurm.folder)}
+    job = submitted(slurm, script, env, "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    state = slurm.job(job, ["COMPLETED", "FAILED", "CANCELLED"])
+    if state != "COMPLETED" or losses.of(run / "metrics.jsonl") != wanted:
+        sys.exit(f"sbatch deploy/slurm-gpus.sh is {state}, or has other losses\n{(slurm.folder / 'job.log').read_text()[-3000:]}")
+    print(f"sbatch deploy/slurm-gpus.sh: 4 processes on 2 hosts, on emulated cards: {len(wanted)} steps with the losses of threads")
+
+
 def by_sbatch(slurm, losses, wanted):
     run = slurm.folder / "run"
     env = slurm.mpi("openmpi") | {"RUN": str(run), "GPT_TRAIN": str(losses.gpt_train), "STEPS": str(len(wanted)), "MESHWORK_THREADS": "1"}
-    sets = [word for one in [*MODEL.split(), "checkpoint.every=5", f"comm.timeout_seconds={10}"] for word in ("--set", one)]
 
     def submit():
-        text, code = slurm.run("sbatch", "--parsable", f"--output={slurm.folder}/job.log", ROOT / "deploy/slurm.sh", *sets, env=env)
-        if code:
-            sys.exit(f"sbatch ended with {code}: {text}")
-        return text.strip()
+        return submitted(slurm, ROOT / "deploy/slurm.sh", env)
 
     def steps_of(job, more):
         """Waits for that many steps more."""
@@ -191,6 +215,7 @@ def main():
             wanted = losses.by_threads(400)
             with Slurm(args, Path(name)) as slurm:
                 by_srun(slurm, losses, wanted)
+                by_gpus(slurm, losses, wanted[:5])
                 by_sbatch(slurm, losses, wanted)
         finally:
             part_hosts()

@@ -1,5 +1,5 @@
-//! Where connections between processes are made. All of them carry short messages that somebody waits for, so none keeps
-//! one back until an earlier one is acknowledged (Nagle's algorithm, which costs 40 ms each).
+//! Where connections between processes are made. All of them carry short messages that somebody waits for, so none
+//! keeps one back until an earlier one is acknowledged (Nagle's algorithm, which costs 40 ms each).
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};

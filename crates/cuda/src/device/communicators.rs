@@ -278,7 +278,8 @@ mod tests {
     /// of unequal counts lost in four of five runs.
     #[test]
     fn the_verdict_of_the_control_group_goes_before_what_the_device_found() {
-        let of_comm = || DriverError::Comm { call: "ncclSend and ncclRecv", why: "rank 0 sends no 16 bytes".to_owned() };
+        let of_comm =
+            || DriverError::Comm { call: "ncclSend and ncclRecv", why: "rank 0 sends no 16 bytes".to_owned() };
         let of_device = || DriverError::Call { call: "cuMemAlloc", why: "of this device".to_owned() };
         for finds in [true, false] {
             let pool = Arc::new(Pool::new(Arc::new(Idle::new("cuda"))).unwrap());

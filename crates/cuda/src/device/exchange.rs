@@ -91,7 +91,8 @@ impl Queue<'_> {
         let sent = self.parts(bytes, dtype.size());
         let own = sent[rank].clone();
         // One place for each other rank; the memory is released before it is used, which is safe in the same stream.
-        let others = pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(|error| error.to_string())?;
+        let others =
+            pool.memory((n * own.len()).max(1), Origin::Collectives, false).map_err(|error| error.to_string())?;
         let received: Vec<_> = (0..n).map(|rank| rank * own.len()..(rank + 1) * own.len()).collect();
         self.all_to_all(from, &sent, others.at(), &received)?;
         if !own.is_empty() {

@@ -13,6 +13,7 @@
 //! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
 //! has read itself, ends the process.
 
+mod hub;
 mod memory;
 mod nccl;
 mod order;
@@ -101,8 +102,8 @@ impl Emulator {
         self
     }
 
-    /// The same device, whose communicators of NCCL have ranks in other processes of this host. Every process has a
-    /// machine of its own, and devices with the same number are the same card: NCCL refuses two ranks on one.
+    /// The same device, whose communicators of NCCL have ranks in other processes. Every process has a machine of its
+    /// own, and devices with the same number are the same card: NCCL refuses two ranks on one.
     #[must_use]
     pub fn among_processes(mut self) -> Self {
         self.between = Some(Arc::new(Between(self.clone())));

@@ -1,30 +1,30 @@
-//! Emulated communicators of NCCL between processes of one host.
+//! Emulated communicators of NCCL between processes, whose hosts find each other by name.
 //!
 //! ```text
 //! process 0 ── its collectives, with their bytes ──▶ hub ── the parts of all members ──▶ each process, which computes
 //! process 1 ──────────────────────────────────────▶ (a thread of the process that made the unique id)  its own result
 //! ```
-//! A unique id names the port of a hub, as NCCL's names a socket of rank 0. The hub hands the parts of a call to all
-//! members once each has come, and knows nothing else. A collective is sent when it is the next work of its stream, and
-//! the stream goes on when the parts of all are here: so members wait for each other as NCCL's kernels do. A circle of
-//! such waits is not found here, because no process sees the streams of another one.
+//! A unique id names the host and the port of a [hub](super::hub), as NCCL's names a socket of rank 0. The hub hands
+//! the parts of a call to all members once each has come, and knows nothing else. A collective is sent when it is the
+//! next work of its stream, and the stream goes on when the parts of all are here: so members wait for each other as
+//! NCCL's kernels do. A circle of such waits is not found here, because no process sees the streams of another one.
 //!
 //! The work in front of a collective runs as soon as the collective is queued and what that work waits for is here: no
 //! process knows when another one waits for it. Other work runs when the host waits, as everywhere in the emulator.
 
 use super::Emulator;
+use super::hub::{Hub, Sent, receive, send};
 use super::memory::Memory;
 use super::nccl::{Part, results, sources};
 use crate::driver::{DriverError, Exchange, Nccl, NcclComm, Result, UniqueId};
 use meshwork_core::hash::{combine, hash};
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
-use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::process;
+use std::io;
+use std::net::Shutdown;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::thread;
-use std::time::SystemTime;
 
 /// The number of the first communicator between processes: others are those of one process.
 const FIRST: u64 = 1 << 32;
@@ -35,23 +35,20 @@ const SPLITS: u64 = 1 << 32;
 /// A call of a communicator, and a member: the communicator, the number of the call, the rank.
 type Key = (u64, u64, u64);
 
-/// The communicator, the number of the call, the rank and the size of the communicator; and bytes.
-type Sent = ([u64; 4], Vec<u8>);
-
 /// The ends of communicators in this process, and what the hubs have sent.
 #[derive(Debug, Default)]
 pub(super) struct Processes {
-    /// What goes to each hub, by its port: a thread writes it, because a hub may have to send before it reads on.
-    hubs: HashMap<u16, Sender<Sent>>,
+    /// What goes to each hub, by its number: a thread writes it, because a hub may have to send before it reads on.
+    hubs: HashMap<u64, Sender<Sent>>,
     ends: Vec<End>,
     heard: HashMap<Key, Vec<Vec<u8>>>,
     /// Hubs whose connection has ended, because a process that used them has ended.
-    lost: HashSet<u16>,
+    lost: HashSet<u64>,
 }
 
 #[derive(Clone, Debug)]
 struct End {
-    hub: u16,
+    hub: u64,
     comm: u64,
     rank: usize,
     size: usize,
@@ -196,16 +193,22 @@ impl Between {
         Ok(state.processes.heard.remove(&key).unwrap_or_default())
     }
 
-    /// Connects to a hub, and hears what it sends.
-    fn connect(&self, call: &'static str, port: u16) -> Result<()> {
-        if self.0.lock().processes.hubs.contains_key(&port) {
-            return Ok(());
-        }
-        let fail = |error: io::Error| DriverError::Comm { call, why: format!("ncclSystemError: {error}") };
-        let stream = connect(port).map_err(fail)?;
-        let (mut from, mut to) = (stream.try_clone().map_err(fail)?, stream);
+    /// Connects this process to a hub, and hears what it sends. The first of its ranks does, and others may send before
+    /// it has.
+    fn connect(&self, call: &'static str, hub: &Hub) -> Result<()> {
+        let number = hub.number;
         let (sender, sent) = mpsc::channel::<Sent>();
-        self.0.lock().processes.hubs.insert(port, sender);
+        match self.0.lock().processes.hubs.entry(number) {
+            Entry::Occupied(_) => return Ok(()),
+            Entry::Vacant(new) => _ = new.insert(sender),
+        }
+        let fail = |error: io::Error| {
+            self.0.lock().processes.lost.insert(number);
+            self.0.machine.queued.notify_all();
+            DriverError::Comm { call, why: format!("ncclSystemError: {error}") }
+        };
+        let stream = hub.connect().map_err(fail)?;
+        let (mut from, mut to) = (stream.try_clone().map_err(fail)?, stream);
         // It ends with the machine.
         let tell = move || {
             let told = sent.iter().try_for_each(|(head, bytes)| send(&mut to, head, &bytes));
@@ -222,12 +225,12 @@ impl Between {
                 match heard
                     .and_then(|(head, bytes)| Ok((head, postcard::from_bytes(&bytes).map_err(io::Error::other)?)))
                 {
-                    Ok(([comm, number, rank, _], parts)) => {
-                        state.processes.heard.insert((comm, number, rank), parts);
+                    Ok(([comm, call, rank, _], parts)) => {
+                        state.processes.heard.insert((comm, call, rank), parts);
                         // The host's next call returns this error.
                         _ = state.send_to_processes();
                     }
-                    Err(_) => _ = state.processes.lost.insert(port),
+                    Err(_) => _ = state.processes.lost.insert(number),
                 }
                 drop(state);
                 machine.queued.notify_all();
@@ -243,23 +246,15 @@ impl Between {
 impl Nccl for Between {
     fn unique_id(&self) -> Result<UniqueId> {
         let call = "ncclGetUniqueId";
-        let fail = |error: io::Error| failed(call, format!("ncclSystemError: {error}"));
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(fail)?;
-        let port = listener.local_addr().map_err(fail)?.port();
-        let hub = move || relay(&listener);
-        thread::Builder::new().name("emulated nccl".to_owned()).spawn(hub).map_err(fail)?;
-        let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
-        let mut id = [0; UniqueId::BYTES];
-        id[..2].copy_from_slice(&port.to_le_bytes());
-        id[8..16].copy_from_slice(&combine(u64::from(process::id()), moment).to_le_bytes());
-        Ok(UniqueId(id))
+        let hub = Hub::start().map_err(|error| failed(call, format!("ncclSystemError: {error}")))?;
+        hub.id().ok_or_else(|| failed(call, "the name of this host is too long"))
     }
 
     fn join(&self, id: &UniqueId, rank: usize, size: usize) -> Result<NcclComm> {
         let call = "ncclCommInitRankConfig";
-        let (hub, device) = (u16::from_le_bytes([id.0[0], id.0[1]]), self.0.ordinal());
-        self.connect(call, hub)?;
-        let comm = hash(&id.0);
+        let (hub, device) = (Hub::of(id), self.0.ordinal());
+        self.connect(call, &hub)?;
+        let (hub, comm) = (hub.number, hash(&id.0));
         let end = End { hub, comm, rank, size, device, splits: 0, exchanges: 0, flying: None, over: false };
         let devices = self.gather(call, &end, SPLITS - 1, packed(call, &device)?)?;
         let devices = devices.iter().map(|bytes| unpacked(call, bytes)).collect::<Result<Vec<usize>>>()?;
@@ -307,95 +302,5 @@ impl Nccl for Between {
     fn health(&self, of: NcclComm) -> Result<()> {
         let (call, state) = ("ncclCommGetAsyncError", self.0.lock());
         state.processes.end(call, of).and_then(|end| state.processes.health(call, &end))
-    }
-}
-
-/// What members of a call have sent: to whom the others' parts go, and the parts by rank.
-type Calls = HashMap<(u64, u64), Vec<Option<(usize, Vec<u8>)>>>;
-
-/// The hub: takes the parts of calls, and sends the parts of all members to each. It ends with its process.
-fn relay(listener: &TcpListener) {
-    let shared: Arc<Mutex<(Vec<TcpStream>, Calls)>> = Arc::default();
-    while let Ok(mut from) = accept(listener) {
-        let shared = shared.clone();
-        let Ok(to) = from.try_clone() else { continue };
-        let number = {
-            let (streams, _) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
-            streams.push(to);
-            streams.len() - 1
-        };
-        let hear = move || {
-            while let Ok((head, bytes)) = receive(&mut from) {
-                let (streams, calls) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
-                take(streams, calls, number, head, bytes);
-            }
-            // The others hear that it has gone.
-            let (streams, _) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
-            streams.iter().for_each(|stream| _ = stream.shutdown(Shutdown::Both));
-        };
-        _ = thread::Builder::new().name("emulated nccl".to_owned()).spawn(hear);
-    }
-}
-
-/// Takes a member's part in a call, and sends all parts once they are here.
-fn take(streams: &mut [TcpStream], calls: &mut Calls, by: usize, head: [u64; 4], bytes: Vec<u8>) {
-    let [comm, number, rank, size] = head;
-    let parts = calls.entry((comm, number)).or_insert_with(|| vec![None; size as usize]);
-    if let Some(part) = parts.get_mut(rank as usize) {
-        *part = Some((by, bytes));
-    }
-    if parts.iter().any(Option::is_none) {
-        return;
-    }
-    let (to, parts): (Vec<usize>, Vec<Vec<u8>>) = calls.remove(&(comm, number)).into_iter().flatten().flatten().unzip();
-    let Ok(all) = postcard::to_allocvec(&parts) else { return };
-    for (rank, to) in to.into_iter().enumerate() {
-        _ = send(&mut streams[to], [comm, number, rank as u64, size], &all); // one that has gone needs none
-    }
-}
-
-/// Connects to the hub at a port.
-#[expect(clippy::disallowed_methods, reason = "this is the constructor of streams")]
-fn connect(port: u16) -> io::Result<TcpStream> {
-    prompt(TcpStream::connect((Ipv4Addr::LOCALHOST, port))?)
-}
-
-/// The next connection to a hub.
-#[expect(clippy::disallowed_methods, reason = "this is the constructor of streams")]
-fn accept(hub: &TcpListener) -> io::Result<TcpStream> {
-    prompt(hub.accept()?.0)
-}
-
-/// A stream that keeps no short part back until an earlier one is acknowledged, which takes 40 ms.
-fn prompt(stream: TcpStream) -> io::Result<TcpStream> {
-    stream.set_nodelay(true)?;
-    Ok(stream)
-}
-
-fn send(to: &mut TcpStream, head: [u64; 4], bytes: &[u8]) -> io::Result<()> {
-    let head: Vec<u8> = head.into_iter().chain([bytes.len() as u64]).flat_map(u64::to_le_bytes).collect();
-    to.write_all(&head)?;
-    to.write_all(bytes)
-}
-
-fn receive(from: &mut TcpStream) -> io::Result<Sent> {
-    let mut words = [[0; 8]; 5];
-    from.read_exact(words.as_flattened_mut())?;
-    let [comm, number, rank, size, bytes] = words.map(u64::from_le_bytes);
-    let mut body = vec![0; bytes as usize];
-    from.read_exact(&mut body)?;
-    Ok(([comm, number, rank, size], body))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Clippy refuses streams that are made elsewhere. The hub's end lacked it: a sample over two processes took 85 s.
-    #[test]
-    fn neither_end_of_a_connection_keeps_short_parts_back() {
-        let hub = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let ends = [connect(hub.local_addr().unwrap().port()).unwrap(), accept(&hub).unwrap()];
-        assert!(ends.iter().all(|end| end.nodelay().unwrap()));
     }
 }

@@ -4,16 +4,16 @@
 use crate::nccl::OnDevice;
 use meshwork_core::{Buffer, Communicator, DType, Group, ReduceOp, RunError, World};
 use meshwork_cuda::device::{Products, Reduction};
-use meshwork_cuda::{CudaDevice, Emulator, Order};
+use meshwork_cuda::{CudaDevice, Driver, Emulator, Order};
 use meshwork_mpi::{Meeting, Options, Runtime};
 use meshwork_tensor::{Device, Error};
 use meshwork_testkit::comm::processes::{Place, run};
 use meshwork_testkit::comm::{Body, Worlds, conformance_of};
 use meshwork_testkit::sweeps;
 use std::process::{Command, id};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::thread::sleep;
+use std::sync::{Arc, Barrier};
+use std::thread::{self, sleep};
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -105,6 +105,30 @@ fn faults_are_told_to_all() {
 fn results_and_operations_in_flight() {
     if sweeps() {
         conforms("processes::results_and_operations_in_flight", "results", Reduction::Library);
+    }
+}
+
+/// Both connected, and the hub took the end of the connection that nobody used for the end of the process.
+#[test]
+fn ranks_of_a_process_connect_to_a_hub_once() {
+    let Some(kernels) = crate::kernels() else { return };
+    let machine = Emulator::machine(kernels, 1 << 30, Order::Seeded(0), 2, |_, _| true);
+    let ranks: Vec<Emulator> = machine.into_iter().map(Emulator::among_processes).collect();
+    for turn in 0..50 {
+        let (id, both) = (ranks[0].nccl().unwrap().unique_id().unwrap(), Barrier::new(2));
+        let join = |rank: usize| {
+            let nccl = ranks[rank].nccl().unwrap();
+            both.wait();
+            let comm = nccl.join(&id, rank, 2).unwrap_or_else(|error| panic!("turn {turn}, rank {rank}: {error}"));
+            nccl.split(comm, Some(0), rank).and_then(|_| nccl.health(comm))
+        };
+        thread::scope(|scope| {
+            let [one, other] = [0, 1].map(|rank| {
+                let join = &join;
+                scope.spawn(move || join(rank))
+            });
+            assert_eq!([one.join().unwrap(), other.join().unwrap()], [Ok(()), Ok(())], "turn {turn}");
+        });
     }
 }
 

@@ -69,9 +69,9 @@ pub fn run(ranks: usize, test: &str, body: impl FnOnce(Place)) -> Option<Vec<Exi
 /// 49152 on elsewhere, and above those of services.
 const PORTS: [u16; 2] = [10_000, 32_000];
 
-/// A port of this host at which nobody listens, for a process that is started later. No connection gets it, and no other
-/// caller in any process until this one ends, which holds the number as a port of UDP. A port that was bound and given
-/// back would be anybody's before the process comes to it.
+/// A port of this host at which nobody listens, for a process that is started later. No connection gets it, and no
+/// other caller in any process until this one ends, which holds the number as a port of UDP. A port that was bound and
+/// given back would be anybody's before the process comes to it.
 ///
 /// # Panics
 /// If there is none.
@@ -139,6 +139,9 @@ mod tests {
         }
         let given = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
         let lowest = given.ok().and_then(|range| range.split_whitespace().next()?.parse::<u16>().ok());
-        assert!(lowest.is_none_or(|lowest| lowest >= PORTS[1]), "connections of this host get ports from {lowest:?} on");
+        assert!(
+            lowest.is_none_or(|lowest| lowest >= PORTS[1]),
+            "connections of this host get ports from {lowest:?} on"
+        );
     }
 }
