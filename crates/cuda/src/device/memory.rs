@@ -80,8 +80,8 @@ impl Pool {
         self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
     }
 
-    /// The error that is told for one of the driver: of communication what the control group has to say, before what
-    /// the device found. Every error of the driver goes through this where it leaves the device.
+    /// The error that is told for one of the driver, where it leaves the device: of communication what the control
+    /// group has to say, before what the device found. Ranks that are threads end together, and have nobody to ask.
     pub(super) fn reason(&self, fault: DriverError) -> DriverError {
         match (&fault, self.watched.get()) {
             (DriverError::Comm { .. }, Some(watch)) => watch.reason(fault),
