@@ -127,7 +127,7 @@ class Slurm:
 def by_srun(slurm, losses, wanted):
     for library, pmi in (("openmpi", "pmix"), ("mpich", "pmi2")):
         name = f"srun-{pmi}"
-        line = ["srun", f"--mpi={pmi}", "--nodes=2", "--ntasks=4", "--distribution=block", *losses.program(name, "comm.kind=mpi", "training.steps=3")]
+        line = ["srun", f"--mpi={pmi}", "--nodes=2", "--ntasks-per-node=2", "--distribution=block", *losses.program(name, "comm.kind=mpi", "training.steps=3")]
         text, code = slurm.run(*line, env=slurm.mpi(library))
         if code or "4 processes on 2 hosts by Slurm" not in text:
             sys.exit(f"{name}: ended with {code}\n{text}\n{slurm.logs()}")
