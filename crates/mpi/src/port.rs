@@ -59,9 +59,8 @@ pub(crate) trait Station: Send + Sync {
     /// Where its messages go.
     fn inbox(&self) -> &Inbox;
 
-    /// Goes through what has arrived, and does what can be done. Whether anything has arrived, and whether operations
-    /// are under way.
-    fn advance(&self) -> (bool, bool);
+    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
+    fn advance(&self) -> bool;
 
     /// Whether the world is over.
     fn is_over(&self) -> bool;
