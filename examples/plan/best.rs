@@ -92,9 +92,9 @@ fn ten(found: &Found, first: &Plan, cluster: &Cluster) -> String {
             describe(plan)
         );
     }
-    let waits: Vec<String> =
-        first.step.exposed.iter().map(|(name, seconds)| format!("{name} {seconds:.3} s")).collect();
-    text += &format!("\nthe best waits: bubble {:.3} s, {}\n", first.step.bubble, waits.join(", "));
+    text += &format!("\nthe best waits: bubble {:.3} s", first.step.bubble);
+    text.extend(first.step.exposed.iter().map(|(name, seconds)| format!(", {name} {seconds:.3} s")));
+    text += "\n";
     text.extend(first.step.cost.map(|dollars| format!("it costs ${dollars:.3} for a million tokens\n")));
     text + &format!("\n{}\n", first.command(&train(cluster)))
 }
