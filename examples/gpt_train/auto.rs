@@ -26,9 +26,6 @@ const FEW: usize = 4;
 /// Steps that are measured of each mesh, after one that is not. The fastest counts.
 const STEPS: usize = 3;
 
-/// Models by which the planner knows the machine: the small ones, because its numbers only order the meshes.
-const MODELS: &[[usize; 4]] = measure::MODELS.split_at(2).0;
-
 /// The arguments with the fastest mesh in place of `auto`, and how it was found.
 ///
 /// # Errors
@@ -52,7 +49,8 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
         tried.push((mesh, config));
     }
     let begun = Instant::now();
-    let (machine, disturbance) = measure::measure(MODELS, &mut |_, _, _| {})?;
+    // Tiny models: the planner's numbers only order the meshes.
+    let (machine, disturbance) = measure::measure(&measure::TINY, &mut |_, _, _| {})?;
     let (system, mut counter) = (System::known(machine.system())?.on(&machine), Counter::default());
     let mut found: Vec<(String, Config, f64)> = Vec::new();
     for (mesh, config) in tried {

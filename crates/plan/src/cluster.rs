@@ -52,9 +52,6 @@ pub struct Card {
     pub f32: f64,
     /// Multiprocessors, on which the tiles of a product are computed side by side.
     pub units: f64,
-    /// Measured rates of products, in ascending order: the product of the three extents, and operations a second. Empty
-    /// where a system's constants say how a rate depends on size.
-    pub products: Vec<[f64; 2]>,
 }
 
 /// The clusters that come with the planner, by name.
@@ -101,8 +98,6 @@ struct CardPart {
     tf32: Option<f64>,
     f32: Option<f64>,
     units: Option<f64>,
-    #[serde(default)]
-    products: Vec<[f64; 2]>,
 }
 
 #[derive(Default, Deserialize)]
@@ -113,21 +108,10 @@ struct LinksPart {
     host: Option<f64>,
 }
 
-impl Card {
-    /// Operations a second of a product whose extents have this product, where they were measured: between two sizes
-    /// along a power of the size.
-    pub fn rate(&self, size: f64) -> Option<f64> {
-        let (first, last) = (self.products.first()?, self.products.last()?);
-        let above = self.products.iter().position(|[known, _]| *known > size);
-        Some(match above {
-            Some(0) => first[1],
-            None => last[1],
-            Some(at) => {
-                let ([low, slow], [high, fast]) = (self.products[at - 1], self.products[at]);
-                slow * (fast / slow).powf((size / low).ln() / (high / low).ln())
-            }
-        })
-    }
+/// Whether a constant can have this value: what divides is not 0.
+fn possible(name: &str, value: f64) -> bool {
+    let divides = ["products", "unaligned", "memory", "join", "inside", "between", "gradients"].contains(&name);
+    value.is_finite() && if divides { value > 0.0 } else { value >= 0.0 }
 }
 
 impl Cluster {
@@ -214,7 +198,6 @@ impl Cluster {
                 tf32: number("tf32", card.tf32, of(|card| card.tf32).or(card.f32))?,
                 f32: number("f32", card.f32, of(|card| card.f32))?,
                 units: number("units", card.units, of(|card| card.units))?,
-                products: card.products,
             },
             inside: link("inside", links.inside, of(|card| card.link), cluster.cards_per_host)?,
             between: link("between", links.between, of(|card| card.network), cluster.hosts)?,
@@ -240,18 +223,16 @@ impl Cluster {
                 ),
                 "links.between is for each card, in bytes a second, and no faster than links.inside",
             )),
-            () if !read.card.products.iter().all(|[size, rate]| *size > 0.0 && *rate > 0.0 && rate.is_finite())
-                || read.card.products.windows(2).any(|pair| pair[0][0] >= pair[1][0]) =>
-            {
-                Err(refuse(
-                    "card.products are no rates by size".to_owned(),
-                    "give pairs of m·n·k, in ascending order, and operations a second",
-                ))
-            }
             () if read.constants.keys().any(|name| !Constants::NAMES.contains(&name.as_str())) => Err(refuse(
                 format!("[constants] has {}", read.constants.keys().cloned().collect::<Vec<_>>().join(", ")),
                 &format!("known are {}", Constants::NAMES.join(", ")),
             )),
+            () if let Some((name, value)) = read.constants.iter().find(|(name, value)| !possible(name, **value)) => {
+                Err(refuse(
+                    format!("constants.{name} = {value}"),
+                    "use a number above 0; times and bytes, and attention that is not fused, may be 0",
+                ))
+            }
             () if read.card.f32 > read.card.bf16 => Err(refuse(
                 format!(
                     "the card computes {:.3e} operations a second on f32, and {:.3e} on bf16",
@@ -266,7 +247,6 @@ impl Cluster {
     /// The text of its file.
     pub fn to_toml(&self) -> String {
         let Self { name, hosts, cards_per_host, card, inside, between, host, source, .. } = self;
-        let rates: Vec<String> = card.products.iter().map(|[size, rate]| format!("[{size:e}, {rate:.3e}]")).collect();
         let mut text = format!(
             "source = {source:?}\n\n[cluster]\nname = {name:?}\nhosts = {hosts}\ncards_per_host = {cards_per_host}\n"
         );
@@ -275,9 +255,6 @@ impl Cluster {
             "\n[card]\nname = {:?}\nmemory = {:.4e}\nbandwidth = {:.3e}\nbf16 = {:.3e}\ntf32 = {:.3e}\nf32 = {:.3e}\nunits = {}\n",
             card.name, card.memory, card.bandwidth, card.bf16, card.tf32, card.f32, card.units
         );
-        if !rates.is_empty() {
-            text += &format!("products = [\n    {},\n]\n", rates.join(",\n    "));
-        }
         text += "\n[links]\n";
         let links =
             [("inside", inside), ("between", between), ("host", host)].into_iter().filter(|(_, rate)| **rate > 0.0);

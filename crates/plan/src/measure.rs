@@ -1,8 +1,8 @@
 //! This machine as a cluster of one host: its cores, as steps of small models find them.
 //!
 //! ```text
-//! as many ranks as cores train small models ─ profile ─▶ rates of products by size, of attention, of other operations,
-//!                                                         seconds between operations, of the update
+//! as many ranks as cores train small models ─ profile ─▶ rates of products, of packing their operands, of attention and
+//!                                                         of other operations, seconds between operations, the update
 //! one rank with all cores ─▶ how far free cores help     sums of buffers ─▶ latency and rate of collectives
 //! ```
 //!
@@ -17,18 +17,21 @@ use crate::disturbance::Watch;
 use crate::error::PlanError;
 use crate::plan::Keys;
 use crate::table::configured;
-use meshwork_core::profile::{Class, Span};
+use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{Buffer, CommError, Group, Rank, ReduceOp, RunError, World, pool};
 use meshwork_nn::Batch;
 use meshwork_train::config::Config;
 use meshwork_train::profile::{Probe, Profiler, SliceKind, slices};
 use meshwork_train::{Devices, TrainError, Trainer, memory_left};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Hidden size, heads, tokens of a sequence and sequences of a rank: products of 64 to 2048 features.
-pub const MODELS: [[usize; 4]; 4] = [[64, 2, 64, 2], [128, 4, 128, 2], [256, 4, 256, 2], [512, 8, 256, 2]];
+/// Hidden size, heads, tokens of a sequence and sequences of a rank, of two models with the same weights: in products
+/// of few rows packing takes a third of the time.
+pub const MODELS: [[usize; 4]; 2] = [[512, 8, 64, 1], [512, 8, 256, 2]];
+
+/// The same of models that take a tenth of a second: weights that stay in a core's cache are packed faster.
+pub const TINY: [[usize; 4]; 2] = [[128, 4, 32, 1], [128, 4, 128, 2]];
 
 /// Layers of each model.
 const LAYERS: usize = 2;
@@ -120,11 +123,44 @@ impl Spent {
     }
 }
 
+/// The sums by which seconds = operations / rate + packed elements · seconds of each fits products best: the squares of
+/// what is left, over the nanoseconds that a product took, are least in sum.
+#[derive(Clone, Copy, Debug, Default)]
+struct Products {
+    nanos: f64,
+    flops: f64,
+    packed: f64,
+    flops_squared: f64,
+    both: f64,
+    packed_squared: f64,
+}
+
+impl Products {
+    /// A product of these extents.
+    fn add(&mut self, [m, n, k]: [usize; 3], nanos: u64) {
+        let (right, nanos) = (n as f64 * k as f64, nanos.max(1) as f64);
+        let flops = 2.0 * m as f64 * right;
+        self.nanos += nanos;
+        self.flops += flops;
+        self.packed += right;
+        self.flops_squared += flops * flops / nanos;
+        self.both += flops * right / nanos;
+        self.packed_squared += right * right / nanos;
+    }
+
+    /// Operations a second, and seconds in which an element of the right operand is packed; never less than none.
+    fn rates(&self) -> [f64; 2] {
+        let Self { flops, packed, flops_squared, both, packed_squared, .. } = *self;
+        let all = flops_squared * packed_squared - both * both;
+        let pack = if all > 0.0 { ((flops_squared * packed - both * flops) / all).max(0.0) } else { 0.0 };
+        [1e9 * flops_squared / (flops - both * pack), 1e-9 * pack]
+    }
+}
+
 /// The time of ranks by what they did.
 #[derive(Clone, Debug, Default)]
 struct Work {
-    /// Operations of products, by the power of two that is next to the product of their extents.
-    products: BTreeMap<i32, Spent>,
+    products: Products,
     /// Operations.
     attention: Spent,
     /// Bytes of other operations.
@@ -138,6 +174,7 @@ struct Work {
 }
 
 impl Work {
+    /// Adds the spans of all ranks.
     fn add(&mut self, spans: &[Vec<Span>]) {
         let ranks: Vec<&[Span]> = spans.iter().map(Vec::as_slice).collect();
         for (spans, slices) in spans.iter().zip(slices(&ranks)) {
@@ -153,13 +190,9 @@ impl Work {
                     (SliceKind::Rest, _) => self.launches.add(0.0, nanos),
                     (_, class) => {
                         self.launches.amount += 1.0;
-                        let flops = slice.span.flops as f64;
-                        match class {
-                            Class::Product => {
-                                let size = (flops / 2.0).max(1.0).log2().round() as i32;
-                                self.products.entry(size).or_default().add(flops, nanos);
-                            }
-                            Class::Attention => self.attention.add(flops, nanos),
+                        match (class, &slice.span.detail) {
+                            (Class::Product, Detail::Product(extents)) => self.products.add(*extents, nanos),
+                            (Class::Attention, _) => self.attention.add(slice.span.flops as f64, nanos),
                             _ => self.moved.add(slice.span.bytes as f64, nanos),
                         }
                     }
@@ -170,13 +203,15 @@ impl Work {
 
     /// Seconds of all ranks, without waits and communication.
     fn seconds(&self) -> f64 {
-        let of = [self.attention, self.moved, self.launches, self.update];
-        1e-9 * self.products.values().chain(&of).map(|spent| spent.nanos).sum::<f64>()
+        let others = [self.attention, self.moved, self.launches, self.update];
+        1e-9 * (self.products.nanos + others.iter().map(|spent| spent.nanos).sum::<f64>())
     }
 }
 
-/// Measures this machine by models of these sizes, usually [`MODELS`], the largest last: its [`pool::threads`] as the
-/// cards of a cluster, and what disturbed it. `progress` hears what is done, how many, and of how many.
+/// Measures this machine by models of these sizes, usually [`MODELS`]: its [`pool::threads`] as the cards of a cluster,
+/// and what disturbed it. The last model has the longest operations: all but products are measured by it alone, because
+/// its update is bound by memory, and free cores help its operations as they do those of models that one trains.
+/// `progress` hears what is done, how many, and of how many.
 ///
 /// # Errors
 /// A step that fails.
@@ -185,10 +220,8 @@ pub fn measure(
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<(Cluster, Disturbance), PlanError> {
     let (cores, watch) = (pool::threads(), Watch::begin());
-    let mut all = Work::default();
-    // Of the largest model: its update is bound by memory, its operations are long enough to be shared, and its buffers
-    // are as large as those of models that one trains.
-    let (mut largest, mut alone, mut parameters, mut spread) = (Work::default(), 0.0, 1.0, 1.0_f64);
+    let (mut all, mut largest) = (Work::default(), Work::default());
+    let (mut alone, mut parameters, mut spread) = (0.0, 1.0, 1.0_f64);
     for (at, &sizes) in models.iter().enumerate() {
         progress("training small models", at, models.len());
         let config = model(sizes, cores)?;
@@ -208,12 +241,12 @@ pub fn measure(
     let uneven = (largest.waits * 1e-9 / largest.seconds()).clamp(0.0, 1.0);
     let help = (busy / alone).clamp(1.0, cores as f64);
     let [latency, link] = if cores > 1 { sums(&World::Threads(cores))? } else { [0.0, 0.0] };
-    let (bandwidth, peak) = (all.moved.rate(), all.products.values().map(|spent| spent.rate()).fold(1.0, f64::max));
+    let (bandwidth, [peak, pack]) = (largest.moved.rate(), all.products.rates());
     let link = if cores > 1 { link } else { bandwidth };
-    let products = all.products.iter().map(|(size, spent)| [2f64.powi(*size), spent.rate()]).collect();
     let memory = memory_left().map_or(f64::MAX.sqrt(), |bytes| bytes as f64) / cores as f64;
     let constants = [
-        ("attention", all.attention.rate() / peak),
+        ("attention", largest.attention.rate() / peak),
+        ("packed_bytes", pack * bandwidth),
         ("launch", largest.launches.nanos * 1e-9 / largest.launches.amount),
         ("latency", latency),
         ("far_latency", latency),
@@ -224,7 +257,7 @@ pub fn measure(
         name: "this machine".into(),
         hosts: 1,
         cards_per_host: cores,
-        card: Card { name: "core".into(), memory, bandwidth, bf16: peak, tf32: peak, f32: peak, units: 1.0, products },
+        card: Card { name: "core".into(), memory, bandwidth, bf16: peak, tf32: peak, f32: peak, units: 1.0 },
         inside: link,
         between: 0.0,
         host: bandwidth,
@@ -287,4 +320,25 @@ fn sums(world: &World) -> Result<[f64; 2], RunError> {
     })?;
     let of = |at: usize| all.iter().map(move |found| found[at]);
     Ok([of(0).fold(0.0, f64::max), of(1).fold(f64::INFINITY, f64::min)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Products;
+
+    /// Times that are operations at a rate, and elements of the right operand, give back both numbers. Where products
+    /// of few rows are faster than others, packing takes no time, and the rate is that of all.
+    #[test]
+    fn products_are_a_rate_and_the_packing_of_their_right_operands() {
+        let shapes = [[64, 2048, 512], [64, 512, 512], [512, 2048, 512], [2048, 512, 512]];
+        let of = |nanos: &dyn Fn([f64; 3]) -> f64| {
+            let mut products = Products::default();
+            shapes.iter().for_each(|shape| products.add(*shape, nanos(shape.map(|extent| extent as f64)) as u64));
+            products.rates()
+        };
+        let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / 100.0 + 0.4 * n * k);
+        assert!((rate / 1e11 - 1.0).abs() < 1e-6 && (pack / 4e-10 - 1.0).abs() < 1e-6, "{rate} {pack}");
+        let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / if m > 64.0 { 100.0 } else { 200.0 });
+        assert!(pack == 0.0 && (1e11..2e11).contains(&rate), "{rate} {pack}");
+    }
 }

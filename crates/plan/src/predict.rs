@@ -318,22 +318,19 @@ impl Rates<'_> {
         let (of, card) = (self.constants, &self.cluster.card);
         let odd = head && self.odd();
         let peak = self.peak();
-        let mut busy = 0.0;
+        let (mut busy, mut packed) = (0.0, 0.0);
         for &([m, n, k], times) in &work.products {
             let aligned = !odd && [m, n, k].iter().all(|extent| extent.is_multiple_of(ALIGNED));
             let share = if aligned { of.products } else { of.unaligned };
             let waves = (m.div_ceil(TILE[0]) * n.div_ceil(TILE[1])) as f64 / card.units;
-            let size = m as f64 * n as f64 * k as f64;
-            let seconds = match card.rate(size) {
-                Some(rate) => 2.0 * size / (rate * share),
-                None => 2.0 * size / (peak * share) * (1.0 + of.wave / waves),
-            };
-            busy += seconds * times as f64;
+            let right = n as f64 * k as f64 * times as f64;
+            busy += 2.0 * m as f64 * right / (peak * share) * (1.0 + of.wave / waves);
+            packed += right;
         }
         if of.attention > 0.0 {
             busy += work.attention / (peak * of.attention);
         }
-        let moved = work.moved * of.passes + work.scores * of.score_bytes;
+        let moved = work.moved * of.passes + work.scores * of.score_bytes + packed * of.packed_bytes;
         busy += moved / (card.bandwidth * of.memory);
         let mut time = Time { seconds: busy, exposed: BTreeMap::new() };
         for collective in &work.collectives {

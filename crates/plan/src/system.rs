@@ -42,6 +42,9 @@ constants! {
     attention,
     /// Bytes that unfused attention moves for each score; 0 where attention is fused.
     score_bytes,
+    /// Bytes that a product moves for each element of its right operand, which it packs first: a product of few rows
+    /// takes longer for that. 0 where no product packs.
+    packed_bytes,
     /// Share of a card's bandwidth that all other operations reach.
     memory,
     /// Bytes that they move, over those that this library's operations move.

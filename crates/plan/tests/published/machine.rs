@@ -3,7 +3,7 @@
 use meshwork_plan::measure;
 use meshwork_plan::search::{Keys, search};
 use meshwork_plan::table::configured;
-use meshwork_plan::{Cluster, Cores, Counter, Job, System};
+use meshwork_plan::{Card, Cluster, Cores, Counter, Job, System};
 
 /// Two cores, of which a rank alone is 1.5 times as fast as one beside another.
 const MACHINE: &str = "
@@ -18,7 +18,6 @@ const MACHINE: &str = "
     bf16 = 1e11
     f32 = 1e11
     units = 1
-    products = [[1e6, 1e10], [1e8, 1e11]]
     [links]
     inside = 1e10
     between = 1e10
@@ -45,12 +44,23 @@ fn keys(degrees: &[(&str, i64)]) -> Keys {
     own.iter().chain(degrees).map(|(key, value)| ((*key).to_owned(), toml::Value::Integer(*value))).collect()
 }
 
+/// Products pack their right operands once each: the weights take as long for a micro-batch of one sequence as for one
+/// of several, so a step of eight micro-batches takes longer than one of a single micro-batch.
 #[test]
-fn rates_lie_between_those_that_were_measured() {
-    let card = machine().card;
-    assert_eq!([1e3, 1e6, 1e8, 1e12].map(|size| card.rate(size).unwrap()), [1e10, 1e10, 1e11, 1e11]);
-    assert!((card.rate(1e7).unwrap() / 10f64.powf(10.5) - 1.0).abs() < 1e-9, "halfway by powers");
-    assert_eq!(Cluster::known("dgx-h100").unwrap().card.rate(1e7), None);
+fn products_of_few_rows_take_longer_where_operands_are_packed() {
+    let packs = Cluster { constants: [("packed_bytes".to_owned(), 16.0)].into(), ..machine() };
+    let seconds = |cluster: &Cluster, samples: i64| {
+        let micro = [("training.micro_batch_size", samples), ("pipeline.num_microbatches", 16 / samples)];
+        let keys = keys(&[&micro[..], &[("model.hidden_size", 512), ("model.seq_len", 16)]].concat());
+        let job = Job::new(configured(&keys).unwrap(), &mut Counter::default()).unwrap();
+        job.predict(&System::known(cluster.system()).unwrap().on(cluster), cluster).unwrap().seconds
+    };
+    let alone = machine().of_cards(1).unwrap();
+    let [few, many] = [2, 16].map(|samples| seconds(&packs, samples) - seconds(&alone, samples));
+    assert!(many > 0.0 && few > 3.0 * many, "{few} {many}");
+    // Packed in memory of twice the bandwidth.
+    let wide = Cluster { card: Card { bandwidth: 2e10, ..packs.card.clone() }, ..packs.clone() };
+    assert!(seconds(&wide, 2) < seconds(&packs, 2));
 }
 
 /// One rank has both cores, with their help; two have one each; more take turns.
@@ -166,11 +176,21 @@ fn machines_that_contradict_themselves_are_refused() {
         "x.toml: cores.count and cores.help contradict each other; \
          count is at least 1; help, how many times as fast a rank is with all cores, is 1 to count"
     );
-    assert_eq!(
-        fault("[1e6, 1e10]", "[1e9, 1e10]"),
-        "x.toml: card.products are no rates by size; give pairs of m·n·k, in ascending order, and operations a second"
-    );
     assert!(fault("launch = ", "lunch = ").starts_with("x.toml: [constants] has lunch; known are products, wave"));
+    // A step was predicted to take less than no time, or none that is a number.
+    for (text, told) in
+        [("launch = -1", "launch = -1"), ("memory = 0", "memory = 0"), ("attention = nan", "attention = NaN")]
+    {
+        assert_eq!(
+            fault("launch = 5e-6", text),
+            format!(
+                "x.toml: constants.{told}; \
+                 use a number above 0; times and bytes, and attention that is not fused, may be 0"
+            )
+        );
+    }
+    let text = MACHINE.replace("launch = 5e-6", "launch = 0\nattention = 0");
+    assert!(Cluster::from_toml("x.toml", &text).is_ok());
 }
 
 /// What `gpu-check speed` writes of a card (benches/gpu/test_check.py writes the same) is a cluster of one card; more
@@ -202,14 +222,14 @@ fn a_card_that_gpu_check_measured_is_read() {
 /// A measured machine has what a search needs, and its file is read.
 #[test]
 fn this_machine_is_measured() {
-    let (found, disturbance) = measure::measure(&measure::MODELS[..2], &mut |_, _, _| {}).unwrap();
+    let (found, disturbance) = measure::measure(&measure::TINY, &mut |_, _, _| {}).unwrap();
     let read = Cluster::from_toml("this.toml", &found.to_toml()).unwrap();
     assert!(read.source.ends_with(&disturbance.to_string()) && disturbance.spread >= 1.0, "{}", read.source);
     assert_eq!(disturbance.others.is_some(), cfg!(target_os = "linux"));
     assert_eq!(read.cores.unwrap().count, meshwork_core::pool::threads());
-    assert!(read.card.products.len() > 2 && read.card.products.iter().all(|[_, rate]| *rate > 1e6));
+    assert!(read.card.f32 > 1e6 && read.card.bandwidth > 1e6, "{read:?}");
     let names: Vec<&str> = read.constants.keys().map(String::as_str).collect();
-    assert_eq!(names, ["attention", "far_latency", "latency", "launch", "optimizer"]);
+    assert_eq!(names, ["attention", "far_latency", "latency", "launch", "optimizer", "packed_bytes"]);
 }
 
 /// Programs that take the cores while a machine is measured are noticed.
@@ -218,7 +238,7 @@ fn this_machine_is_measured() {
 fn a_machine_that_is_busy_says_so() {
     let spin = || std::process::Command::new("sh").args(["-c", "while kill -0 $PPID; do :; done"]).spawn().unwrap();
     let mut others: Vec<_> = (0..meshwork_core::pool::threads()).map(|_| spin()).collect();
-    let measured = measure::measure(&measure::MODELS[1..2], &mut |_, _, _| {});
+    let measured = measure::measure(&measure::TINY, &mut |_, _, _| {});
     others.iter_mut().for_each(|other| other.kill().and_then(|()| other.wait()).map(drop).unwrap());
     let warning = measured.unwrap().1.warning().unwrap();
     assert!(warning.starts_with("this machine was busy: other programs took "), "{warning}");
