@@ -125,9 +125,7 @@ pub(super) fn part<T: Tiled>(
             let qs = tiles.pack([seq, head_dim], (q, (q_read, 1)), qs);
             let gs = tiles.pack([seq, head_dim], (g, (g_row, 1)), gs);
             let q = tiles.left([seq, head_dim], (q, (q_read, 1)), q_words);
-            for (i, d) in dots.iter_mut().enumerate() {
-                *d = tiles.dot(&g[i * g_row..][..head_dim], &out[i * out_row..][..head_dim]);
-            }
+            tiles.dots(head_dim, [(g, g_row), (out, out_row)], dots);
             let g = tiles.left([seq, head_dim], (g, (g_row, 1)), g_words);
             let mut gradient = q_grad.part(0..seq, head * head_dim);
             let q_sums = if in_place { gradient.part(0..seq, 0) } else { RowsMut::new(dq, head_dim) };

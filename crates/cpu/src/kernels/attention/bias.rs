@@ -3,7 +3,7 @@
 
 use super::super::pointwise;
 use super::layout::{Call, Layout};
-use super::rows::{cap_scores, dot};
+use super::rows::{cap_scores, dots};
 use super::{Dims, Groups, Masks, Saved, Tiled};
 use meshwork_core::pool;
 use meshwork_tensor::Precision;
@@ -79,7 +79,9 @@ fn add_sample<T: Tiled>(
                 None => factors.fill(T::ONE),
                 Some((mask, start)) => mask.factors(start + (i * keys.sequence + seen.start) as u64, factors),
             }
-            let (lse, d) = (lse[(sample * heads + head) * seq + part.queries.first + i], dot(g, o));
+            let (lse, mut d) = (lse[(sample * heads + head) * seq + part.queries.first + i], [T::ZERO]);
+            dots(g.len(), [(g, 0), (o, 0)], &mut d);
+            let [d] = d;
             let to = &mut sum[(part.queries.first + i) * keys.count + part.keys.first + seen.start..];
             for (at, (to, score)) in to.iter_mut().zip(&*scores).enumerate() {
                 let dp = chain(g, &kv[v_at + (seen.start + at) * call.layout.v.row..][..head_dim]) * factors[at];

@@ -139,10 +139,10 @@ fn many<T: Tiled>(
                         let p = p.from(first, keys.start - from);
                         tiles.times(height, p, (vs, keys, 0..head_dim), out.part(0..height, 0), update, &mut ahead);
                     }
-                    wide!(for (r, inverse) in inverses[first..][..height].iter().enumerate() {
-                        out.row(r)[..head_dim].iter_mut().for_each(|o| *o *= *inverse);
-                    });
                 }
+                wide!(for (i, inverse) in queries.zip(inverses) {
+                    out.row(i)[..head_dim].iter_mut().for_each(|o| *o *= inverse);
+                });
             }
         }
     });

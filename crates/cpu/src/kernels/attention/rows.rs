@@ -2,6 +2,7 @@
 //! not vectorise use vector instructions.
 
 use super::super::Float;
+use super::tiles::Rows;
 use super::{FORWARD_KEYS, aligned};
 use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
@@ -129,43 +130,90 @@ pub(super) fn softmax_row<T: Float>(scale: T, scores: &mut [T], hidden: usize, s
     )
 }
 
-/// The sum of the products of two rows of one length, in the order of `reduce.rs`; the last elements, fewer than a
+/// The sums of the products of rows of this length, in the order of `reduce.rs`; the last elements, fewer than a
 /// vector, one by one.
-pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
-    wide!({
-        let mut lanes = [T::ZERO; VECTOR];
-        for (x, y) in x.iter().zip(y) {
-            for l in 0..VECTOR {
-                lanes[l] += x[l] * y[l];
-            }
-        }
-        for width in [8, 4, 2, 1] {
-            for l in 0..width {
-                let other = lanes[l + width];
-                lanes[l] += other;
-            }
-        }
-        x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
-    })
+pub(super) fn dots<T: Float>(len: usize, [(x, x_row), (y, y_row)]: [Rows<&[T]>; 2], sums: &mut [T]) {
+    wide!(for (i, sum) in sums.iter_mut().enumerate() {
+        *sum = dot(&x[i * x_row..][..len], &y[i * y_row..][..len]);
+    });
 }
 
-/// [`dot`] in instructions.
+#[inline(always)]
+fn dot<T: Float>(x: &[T], y: &[T]) -> T {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
+    let mut lanes = [T::ZERO; VECTOR];
+    for (x, y) in x.iter().zip(y) {
+        for l in 0..VECTOR {
+            lanes[l] += x[l] * y[l];
+        }
+    }
+    for width in [8, 4, 2, 1] {
+        for l in 0..width {
+            let other = lanes[l + width];
+            lanes[l] += other;
+        }
+    }
+    x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
+}
+
+/// [`dots`] in instructions: `$eight` has the sums of lanes l and l + 8 of two rows.
+#[cfg(target_arch = "x86_64")]
+macro_rules! dots {
+    ($dots:ident, $feature:literal, $eight:ident) => {
+        /// [`dots`] in instructions.
+        #[target_feature(enable = $feature)]
+        pub(super) fn $dots(len: usize, [(x, x_row), (y, y_row)]: [Rows<&[f32]>; 2], sums: &mut [f32]) {
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let (x, y) = (&x[i * x_row..][..len], &y[i * y_row..][..len]);
+                let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks());
+                let x = $eight(x, y);
+                // Adds lanes l and l + 4, then l + 2 and l + 1.
+                let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+                let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+                let whole = _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+                *sum = x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y);
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+dots!(dots_avx512, "avx512f", eight_avx512);
+
+#[cfg(target_arch = "x86_64")]
+dots!(dots_avx2, "avx2", eight_avx2);
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-pub(super) fn dot_avx512(x: &[f32], y: &[f32]) -> f32 {
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks());
+fn eight_avx512(x: &[[f32; VECTOR]], y: &[[f32; VECTOR]]) -> __m256 {
     let mut lanes = _mm512_setzero_ps();
     for (x, y) in x.iter().zip(y) {
         lanes = _mm512_add_ps(lanes, _mm512_mul_ps(load(x), load(y)));
     }
-    // Adds lanes l and l + 8, then l + 4, l + 2 and l + 1.
     let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(lanes), _mm512_castps_pd(lanes)));
-    let x = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high));
-    let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-    let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    let whole = _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-    x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y)
+    _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high))
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn eight_avx2(x: &[[f32; VECTOR]], y: &[[f32; VECTOR]]) -> __m256 {
+    let mut lanes = [_mm256_setzero_ps(); 2];
+    for (x, y) in x.iter().zip(y) {
+        let [low_x, high_x] = halves(x);
+        let [low_y, high_y] = halves(y);
+        lanes = [
+            _mm256_add_ps(lanes[0], _mm256_mul_ps(low_x, low_y)),
+            _mm256_add_ps(lanes[1], _mm256_mul_ps(high_x, high_y)),
+        ];
+    }
+    _mm256_add_ps(lanes[0], lanes[1])
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn halves(x: &[f32; VECTOR]) -> [__m256; 2] {
+    // SAFETY: each load is of half of the floats.
+    unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x[VECTOR / 2..].as_ptr())] }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -180,19 +228,34 @@ mod tests {
     use super::*;
     use crate::kernels::{reduce, values};
 
-    /// Every variant is bitwise identical to `reduce.rs`.
+    /// Every variant is bitwise identical to `reduce.rs`, row by row.
     #[test]
     fn dots_follow_the_order_of_reduce() {
         for len in [1, 16, 40, 64, 256] {
-            let (x, y) = (values("x", len), values("y", len));
-            let whole = len / VECTOR * VECTOR;
-            let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
-            let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);
-            assert_eq!(dot(&x, &y), want);
+            let (rows, x_row, y_row) = (3, len + 5, len);
+            let (x, y) = (values("x", rows * x_row), values("y", rows * y_row));
+            let want: Vec<f32> = (0..rows)
+                .map(|i| {
+                    let (x, y) = (&x[i * x_row..][..len], &y[i * y_row..][..len]);
+                    let whole = len / VECTOR * VECTOR;
+                    let [sum] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
+                    (whole..len).fold(sum, |sum, e| sum + x[e] * y[e])
+                })
+                .collect();
+            let (operands, mut got) = ([(&x[..], x_row), (&y[..], y_row)], vec![0.0; rows]);
+            dots(len, operands, &mut got);
+            assert_eq!(got, want);
             #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx512f") {
-                // SAFETY: the CPU has the instructions.
-                assert_eq!(unsafe { dot_avx512(&x, &y) }, want);
+            for (runs, dots) in [
+                (is_x86_feature_detected!("avx512f"), dots_avx512 as unsafe fn(usize, [Rows<&[f32]>; 2], &mut [f32])),
+                (is_x86_feature_detected!("avx2"), dots_avx2),
+            ] {
+                got.fill(0.0);
+                if runs {
+                    // SAFETY: the CPU has the instructions.
+                    unsafe { dots(len, operands, &mut got) };
+                    assert_eq!(got, want);
+                }
             }
         }
     }

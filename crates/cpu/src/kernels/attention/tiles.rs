@@ -17,22 +17,19 @@ use super::super::gemm::{
     Elements, Micro, Rounded, Strip, Tile,
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
+    pack_panels,
 };
 use super::super::matmul::{Strides, Update};
 use super::ahead::Ahead;
 use super::heads::RowsMut;
-use super::rows::dot;
+use super::rows::dots;
 #[cfg(target_arch = "x86_64")]
-use super::rows::dot_avx512;
+use super::rows::{dots_avx2, dots_avx512};
 use super::stored::StoredAs;
 use super::{blocks, panels};
 use meshwork_core::simd::wide;
 use meshwork_tensor::Precision;
 use std::ops::Range;
-
-/// Number of rows of B copied at a time if its rows are contiguous: few streams, each as long as a row. Even, for whole
-/// words.
-const COPIED_ROWS: usize = 16;
 
 /// Columns of the widest tile of any CPU.
 pub(super) const MAX_WIDTH: usize = 32;
@@ -45,10 +42,14 @@ pub(super) type Rows<S> = (S, usize);
 /// instructions.
 type TimesFn<T> = unsafe fn([usize; 3], (&[T], Strides), (&[T], Strides), RowsMut<'_, T>, Update, &mut Ahead<'_, T>);
 
-/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every
-/// column at `l step`, zero beyond the last column and the last term. The caller guarantees that this CPU has the
-/// instructions.
-type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
+/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, in panels of so many columns, whole vectors:
+/// word l of a panel's columns is its row l, zero beyond the last column and the last term. The caller guarantees that
+/// this CPU has the instructions.
+type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), (&mut [T], usize));
+
+/// The sums of the products of some rows of two matrices, as long as given and at most 1024, in the order of
+/// `reduce.rs`. The caller guarantees that this CPU has the instructions.
+type DotsFn<T> = unsafe fn(usize, [Rows<&[T]>; 2], &mut [T]);
 
 /// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller guarantees that this CPU
 /// has the instructions.
@@ -68,8 +69,7 @@ pub struct Tiles<T> {
     times: TimesFn<T>,
     pack: PackFn<T>,
     round: RoundFn<T>,
-    /// The sum of the products of two rows of one length. The caller guarantees that this CPU has the instructions.
-    dot: unsafe fn(&[T], &[T]) -> T,
+    dots: DotsFn<T>,
 }
 
 impl Tiles<f32> {
@@ -142,42 +142,29 @@ impl<T: Float> Tiles<T> {
             (words, 1)
         } else {
             let lanes = rows.next_multiple_of(self.lanes);
-            for first in (0..rows).step_by(self.lanes) {
-                let strip = [terms, self.lanes.min(rows - first)];
-                // SAFETY: as above.
-                unsafe { (self.pack)(strip, (&from[first * row..], (step, row)), (&mut to[first..], lanes)) };
-            }
+            // SAFETY: as above.
+            unsafe { (self.pack)([terms, rows], (from, (step, row)), (&mut *to, lanes)) };
             (1, lanes)
         };
         Left { a: to, strides, terms: self.terms }
     }
 
-    /// The sum of the products of two rows of one length, at most 1024, in the order of `reduce.rs`.
-    pub(super) fn dot(&self, x: &[T], y: &[T]) -> T {
+    /// The sums of the products of the rows of two matrices, as many as there are sums: see [`DotsFn`].
+    pub(super) fn dots(&self, len: usize, rows: [Rows<&[T]>; 2], sums: &mut [T]) {
         // SAFETY: a table contains only functions that this CPU can run.
-        unsafe { (self.dot)(x, y) }
+        unsafe { (self.dots)(len, rows, sums) }
     }
 
     /// Packs B, `[terms, columns]`.
     pub(super) fn pack<'a>(
         &self,
-        [terms, columns]: [usize; 2],
-        (from, (along, apart)): (&[T], Strides),
+        dims @ [terms, _]: [usize; 2],
+        from: (&[T], Strides),
         to: &'a mut [T],
     ) -> Panels<'a, T> {
-        let (width, words) = (self.width(), terms.div_ceil(self.terms));
-        let slice = if apart == 1 { COPIED_ROWS } else { terms };
-        for first in (0..terms).step_by(slice.max(1)) {
-            let rows = slice.min(terms - first);
-            for column in (0..columns).step_by(self.lanes) {
-                let start = (column / width * words + first / self.terms) * width + column % width;
-                let from = (&from[first * along + column * apart..], (along, apart));
-                let strip = [rows, self.lanes.min(columns - column)];
-                // SAFETY: a table contains only functions that this CPU can run.
-                unsafe { (self.pack)(strip, from, (&mut to[start..], width)) };
-            }
-        }
-        Panels { packed: to, words, terms }
+        // SAFETY: a table contains only functions that this CPU can run.
+        unsafe { (self.pack)(dims, from, (&mut *to, self.width())) };
+        Panels { packed: to, words: terms.div_ceil(self.terms), terms }
     }
 
     /// `C = A B` or `C += A B`, over some terms and columns of B; the terms begin at an even index, the columns at a
@@ -249,21 +236,21 @@ fn vectors(path: Path) -> Tiles<f32> {
 #[cfg(target_arch = "x86_64")]
 fn vectors(path: Path) -> Tiles<f32> {
     match path {
-        Path::Avx512 => of_micro::<Avx512>(as_it_lies, dot_avx512),
-        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_pairs, dot_avx512),
-        Path::Avx512Rounded => of_micro::<Rounded<Avx512, Bf16>>(round_loop::<Bf16>, dot_avx512),
-        Path::Avx512Tf32 => of_micro::<Rounded<Avx512, Tf32>>(round_loop::<Tf32>, dot_avx512),
-        Path::Avx2 => of_micro::<Avx2>(as_it_lies, dot),
-        Path::Avx2Rounded => of_micro::<Rounded<Avx2, Bf16>>(round_loop::<Bf16>, dot),
-        Path::Avx2Tf32 => of_micro::<Rounded<Avx2, Tf32>>(round_loop::<Tf32>, dot),
+        Path::Avx512 => of_micro::<Avx512>(as_it_lies, dots_avx512),
+        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_pairs, dots_avx512),
+        Path::Avx512Rounded => of_micro::<Rounded<Avx512, Bf16>>(round_loop::<Bf16>, dots_avx512),
+        Path::Avx512Tf32 => of_micro::<Rounded<Avx512, Tf32>>(round_loop::<Tf32>, dots_avx512),
+        Path::Avx2 => of_micro::<Avx2>(as_it_lies, dots_avx2),
+        Path::Avx2Rounded => of_micro::<Rounded<Avx2, Bf16>>(round_loop::<Bf16>, dots_avx2),
+        Path::Avx2Tf32 => of_micro::<Rounded<Avx2, Tf32>>(round_loop::<Tf32>, dots_avx2),
     }
 }
 
 /// The tiles of vector instructions; the caller guarantees that this CPU has them.
 #[cfg(target_arch = "x86_64")]
-fn of_micro<M: Micro>(round: RoundFn<f32>, dot: unsafe fn(&[f32], &[f32]) -> f32) -> Tiles<f32> {
+fn of_micro<M: Micro>(round: RoundFn<f32>, dots: DotsFn<f32>) -> Tiles<f32> {
     let (times, pack) = (vector_times::<M>, vector_pack::<M>);
-    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, times, pack, round, dot }
+    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, times, pack, round, dots }
 }
 
 /// A [`TimesFn`].
@@ -304,15 +291,19 @@ unsafe fn vector_times<M: Micro>(
 /// The CPU has the instructions of `M`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn vector_pack<M: Micro>(
-    [k, lanes]: [usize; 2],
+    [terms, columns]: [usize; 2],
     (from, (along, apart)): (&[f32], Strides),
-    (to, step): Rows<&mut [f32]>,
+    (to, width): (&mut [f32], usize),
 ) {
-    assert!(k > 0 && (1..=M::LANES).contains(&lanes), "a strip of {lanes} by {k}");
-    assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of an operand");
-    assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
-    // SAFETY: the caller's promise; the asserts compared the farthest elements with the slices.
-    unsafe { M::pack(Strip { from: Elements::Full(from.as_ptr()), lanes, k, apart, along }, to.as_mut_ptr(), step) }
+    if terms == 0 || columns == 0 {
+        return;
+    }
+    assert!(width > 0 && width.is_multiple_of(M::LANES), "a panel of {width} columns");
+    assert!((terms - 1) * along + (columns - 1) * apart < from.len(), "an operand");
+    assert!(M::words(terms) * columns.next_multiple_of(width) <= to.len(), "a packed operand");
+    let from = (Elements::Full(from.as_ptr()), (along, apart));
+    // SAFETY: the caller's promise; the asserts compared the farthest element and all words with the slices.
+    unsafe { pack_panels::<M>([terms, columns], from, (to.as_mut_ptr(), width)) }
 }
 
 /// A [`RoundFn`] to pairs, as in the row packing of products: one row after the other.
@@ -351,7 +342,7 @@ fn rounded_loops<F: Format>() -> Tiles<f32> {
 /// Tiles of plain loops.
 fn loops<T: Float>() -> Tiles<T> {
     let (times, pack, round) = (loop_times, loop_pack, as_it_lies);
-    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, times, pack, round, dot }
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, times, pack, round, dots }
 }
 
 const LOOP_ROWS: usize = 4;
@@ -391,21 +382,25 @@ fn loop_times<T: Float>(
 fn loop_pack<T: Float>(
     [terms, columns]: [usize; 2],
     (from, (along, apart)): (&[T], Strides),
-    (to, step): Rows<&mut [T]>,
+    (to, width): (&mut [T], usize),
 ) {
-    for (l, to) in to.chunks_mut(step).take(terms).enumerate() {
-        for (j, to) in to[..LOOP_LANES].iter_mut().enumerate() {
-            *to = if j < columns { from[l * along + j * apart] } else { T::ZERO };
+    for (columns, to) in blocks(0..columns, width).zip(to.chunks_mut((terms * width).max(1))) {
+        for (l, to) in to.chunks_mut(width).enumerate().take(terms) {
+            to.fill(T::ZERO);
+            to.iter_mut().zip(columns.clone()).for_each(|(to, j)| *to = from[l * along + j * apart]);
         }
     }
 }
 
 /// A [`PackFn`] that rounds to a format.
-fn rounded_loop_pack<F: Format>(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows<&mut [f32]>) {
-    loop_pack(dims, from, (&mut *to, step));
-    for to in to.chunks_mut(step).take(dims[0]) {
-        to[..LOOP_LANES].iter_mut().for_each(|x| *x = F::rounded(*x));
-    }
+fn rounded_loop_pack<F: Format>(
+    dims @ [terms, columns]: [usize; 2],
+    from: (&[f32], Strides),
+    (to, width): (&mut [f32], usize),
+) {
+    let to = &mut to[..terms * columns.next_multiple_of(width)];
+    loop_pack(dims, from, (&mut *to, width));
+    to.iter_mut().for_each(|x| *x = F::rounded(*x));
 }
 
 /// A [`RoundFn`] if A is read in place.

@@ -8,7 +8,7 @@
 //! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
 //! too or its rows are read in place, and 26.5 otherwise.
 
-use super::{Bf16, Elements, Micro, Strip, Tile, pack_as, quads};
+use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Micro, Place, Strip, Tile, pack_as, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -42,6 +42,8 @@ impl Micro for Avx2 {
         // SAFETY: the caller's promise, passed on.
         unsafe { narrow(tile) }
     }
+
+    const COPY: Option<CopyFn> = Some(copy);
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
@@ -215,7 +217,10 @@ pub(super) fn first_lanes(lanes: usize) -> __m256i {
     _mm256_cmpgt_epi32(lanes, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
-packed! { "avx2,fma", 4; (from, to, lanes, mask) => _mm256_storeu_ps(to, load(lanes < LANES, mask, from)) }
+packed! {
+    "avx2,fma", 4; (from, to, lanes, mask) => _mm256_storeu_ps(to, load(lanes < LANES, mask, from));
+    _mm256_loadu_ps, _mm256_storeu_ps
+}
 
 /// [`Micro::pack`] for lanes of at most four contiguous elements, `apart` from each other: two transposes of 4 by 4
 /// side by side.

@@ -8,7 +8,7 @@
 //! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
 use super::avx2::{first_lanes as half_lanes, load_lanes};
-use super::{Elements, Micro, Strides, Strip, Tile, quads};
+use super::{COPIED_ROWS, CopyFn, Elements, Micro, Place, Strides, Strip, Tile, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -36,6 +36,8 @@ impl Micro for Avx512 {
         // SAFETY: the caller's promise, passed on; each width is the tile's.
         unsafe { if tile.columns > LANES / 2 { narrow(tile) } else { narrow_half(tile) } }
     }
+
+    const COPY: Option<CopyFn> = Some(copy);
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
@@ -186,7 +188,10 @@ fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
 
-packed! { "avx512f", LANES; (from, to, lanes, mask) => _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from)) }
+packed! {
+    "avx512f", LANES; (from, to, lanes, mask) => _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from));
+    _mm512_loadu_ps, _mm512_storeu_ps
+}
 
 /// [`Micro::pack`] for lanes of at most `LANES` contiguous elements, `apart` from each other: a transpose of 16 by 16
 /// in registers.

@@ -61,10 +61,30 @@
 //!
 //! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
-/// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats; and of at most `$step` terms by a `transpose`.
+/// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats, and of at most `$step` terms by a `transpose`; and
+/// [`Micro::COPY`] by a load and a store. It prefetches the terms that are copied next: rows that come from memory are too
+/// short for the CPU to prefetch in time.
 #[cfg(target_arch = "x86_64")]
 macro_rules! packed {
-    ($feature:literal, $step:expr; ($from:ident, $to:ident, $lanes:ident, $mask:ident) => $copy:expr) => {
+    (
+        $feature:literal, $step:expr; ($from:ident, $to:ident, $lanes:ident, $mask:ident) => $copy:expr;
+        $load:ident, $store:ident
+    ) => {
+        /// [`Micro::COPY`].
+        ///
+        /// # Safety
+        /// As there.
+        #[target_feature(enable = $feature)]
+        unsafe fn copy(places: &[Place], (from, along): (*const f32, usize), k: usize, (to, step): (*mut f32, usize)) {
+            for l in 0..k {
+                for place in places {
+                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add((l + COPIED_ROWS) * along + place.from).cast());
+                    // SAFETY: the vectors of a term of a place and of its word.
+                    unsafe { $store(to.add(l * step + place.to), $load(from.add(l * along + place.from))) };
+                }
+            }
+        }
+
         /// [`Micro::pack`].
         ///
         /// # Safety
@@ -488,6 +508,9 @@ pub(super) trait Micro: Sized {
     /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize);
 
+    /// [`pack`](Self::pack) of whole vectors of `f32`, where it is a copy.
+    const COPY: Option<CopyFn> = None;
+
     /// [`pack`](Self::pack), each element [`rounded`].
     ///
     /// # Safety
@@ -686,6 +709,86 @@ impl Strip {
     }
 }
 
+/// One of several strips beside each other: where its lanes begin in a term and its words in the packed form of a term.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Place {
+    pub(super) from: usize,
+    pub(super) lanes: usize,
+    pub(super) to: usize,
+}
+
+/// Copies a vector of each place, for each of k terms: `from` and the distance of its terms, `to` and that of its words.
+///
+/// # Safety
+/// The CPU has the instructions of the implementation; whole vectors of all places are readable in all terms, and
+/// writable in all words.
+type CopyFn = unsafe fn(&[Place], (*const f32, usize), usize, (*mut f32, usize));
+
+/// [`Micro::pack`] for each of some places, those with all lanes first: [`COPIED_ROWS`] terms of all of them at a time.
+///
+/// # Safety
+/// As there, for each place.
+unsafe fn pack_beside<M: Micro>(
+    places: &[Place],
+    (from, (along, apart)): (Elements, Strides),
+    k: usize,
+    (to, step): (*mut f32, usize),
+) {
+    let whole = places.iter().take_while(|place| place.lanes == M::LANES).count();
+    let rest = match (M::COPY, from) {
+        (Some(copy), Elements::Full(from)) if apart == 1 => {
+            // SAFETY: the caller's promise; these places have all lanes, which are contiguous.
+            unsafe { copy(&places[..whole], (from, along), k, (to, step)) };
+            &places[whole..]
+        }
+        _ => places,
+    };
+    for first in (0..k).step_by(COPIED_ROWS) {
+        for &Place { from: lane, lanes, to: word } in rest {
+            let from = from.from(first * along + lane);
+            let strip = Strip { from, lanes, k: COPIED_ROWS.min(k - first), apart, along };
+            // SAFETY: a part of a place, whose words begin at the first of these terms.
+            unsafe { M::pack(strip, to.add(first / M::TERMS * step + word), step) };
+        }
+    }
+}
+
+/// Packs `[k, columns]` of an operand whose element (l, j) is at `l along + j apart`: in consecutive panels of `width`
+/// columns, a multiple of `LANES`.
+///
+/// # Safety
+/// The CPU runs M; the elements are readable, and `to` is writable for the words of whole panels.
+pub(super) unsafe fn pack_panels<M: Micro>(
+    [k, columns]: [usize; 2],
+    (from, (along, apart)): (Elements, Strides),
+    (to, width): (*mut f32, usize),
+) {
+    let words = M::words(k);
+    let lanes = |strip: usize| M::LANES.min(columns - strip);
+    let start = |strip: usize| strip / width * width * words + strip % width;
+    if apart != 1 {
+        for strip in (0..columns).step_by(M::LANES) {
+            let part = Strip { from: from.from(strip * apart), lanes: lanes(strip), k, apart, along };
+            // SAFETY: columns and terms of the operand; this panel, its words and lanes are inside the whole panels.
+            unsafe { M::pack(part, to.add(start(strip)), width) };
+        }
+        return;
+    }
+    for first in (0..k).step_by(COPIED_ROWS) {
+        for group in (0..columns).step_by(GROUP * M::LANES) {
+            let mut places = [Place::default(); GROUP];
+            let strips = (group..columns).step_by(M::LANES).zip(&mut places);
+            let count = strips.map(|(at, place)| *place = Place { from: at, lanes: lanes(at), to: start(at) }).count();
+            // SAFETY: as above, for some of the terms.
+            unsafe {
+                let to = to.add(first / M::TERMS * width);
+                let from = (from.from(first * along), (along, 1));
+                pack_beside::<M>(&places[..count], from, COPIED_ROWS.min(k - first), (to, width));
+            }
+        }
+    }
+}
+
 /// An operand.
 #[derive(Clone, Copy)]
 struct Matrix {
@@ -758,21 +861,8 @@ impl Matrix {
     /// # Safety
     /// The CPU runs M; the block lies inside the matrix, has at most `K_BLOCK` terms, and fits in `to`.
     unsafe fn pack<M: Micro>(&self, (l, k): (usize, usize), (j, columns): (usize, usize), to: *mut f32) {
-        let (along, apart) = (self.row, self.column);
-        let (width, words) = (2 * M::LANES, M::words(k));
-        let slice = if apart == 1 { COPIED_ROWS } else { k };
-        for first in (0..k).step_by(slice) {
-            for strip in (0..columns).step_by(M::LANES) {
-                let (from, lanes) = (self.at(l + first, j + strip), (columns - strip).min(M::LANES));
-                let k = (k - first).min(slice);
-                // SAFETY: columns and terms are inside the block; the offset of this panel, its words and lanes stays
-                // below `columns` rounded up times `words`.
-                unsafe {
-                    let to = to.add(strip / width * width * words + first / M::TERMS * width + strip % width);
-                    M::pack(Strip { from, lanes, k, apart, along }, to, width);
-                }
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { pack_panels::<M>([k, columns], (self.at(l, j), (self.row, self.column)), (to, 2 * M::LANES)) };
     }
 }
 
@@ -939,18 +1029,16 @@ impl<F: Finish<f32>> Product<F> {
             // SAFETY: at most `ROWS`, so at most `LANES`, rows of A.
             return unsafe { M::pack_rows(Strip { from: self.a.at(i, l), lanes, k, apart, along }, to) };
         }
-        for at in (0..k).step_by(COPIED_ROWS) {
-            for panel in first..end {
-                let (i, rows) = self.panel(panel, M::ROWS);
-                let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these belong to earlier
-                // panels and terms.
-                unsafe {
-                    let to = to.add(((panel - first) * M::words(k) + at / M::TERMS) * M::LANES);
-                    M::pack(strip, to, M::LANES);
-                }
-            }
+        let mut places = [Place::default(); GROUP];
+        let begin = self.panel(first, M::ROWS).0;
+        for (place, panel) in places.iter_mut().zip(first..end) {
+            let (i, rows) = self.panel(panel, M::ROWS);
+            // A whole vector where A has it: no tile reads the words behind the panel's rows.
+            let lanes = if i + M::LANES <= self.m { M::LANES } else { rows };
+            *place = Place { from: (i - begin) * apart, lanes, to: (panel - first) * M::words(k) * M::LANES };
         }
+        // SAFETY: rows of A, at most `LANES` of each panel, and the vectors of its words.
+        unsafe { pack_beside::<M>(&places[..end - first], (self.a.at(begin, l), (along, apart)), k, (to, M::LANES)) };
         (1, M::LANES)
     }
 
