@@ -164,6 +164,35 @@ fn packed(
     lines
 }
 
+/// Every element in its panel, and zeros behind the last column: whole vectors beside each other and a part of one.
+#[test]
+fn panels_have_each_element_in_its_place() {
+    fn check<M: Micro>() {
+        for (k, columns) in [1, 15, 16, 17, 40].into_iter().flat_map(|k| [1, 8, 16, 63, 130, 272].map(|n| (k, n))) {
+            let row = columns + 3;
+            let b = values("b", k * row);
+            for width in [2 * M::LANES, columns.next_multiple_of(M::LANES)] {
+                let mut got = vec![f32::NAN; columns.next_multiple_of(width) * k];
+                let from = (Elements::Full(b.as_ptr()), (row, 1));
+                // SAFETY: this CPU runs M; there are k rows, and words for whole panels.
+                unsafe { pack_panels::<M>([k, columns], from, (got.as_mut_ptr(), width)) };
+                for (at, got) in got.into_iter().enumerate() {
+                    let (l, j) = (at / width % k, at / (width * k) * width + at % width);
+                    if j < columns.next_multiple_of(M::LANES) {
+                        assert_eq!(got, if j < columns { b[l * row + j] } else { 0.0 }, "[{k}, {columns}]: {l}, {j}");
+                    }
+                }
+            }
+        }
+    }
+    for path in paths(Precision::F32) {
+        match path {
+            Path::Avx512 => check::<Avx512>(),
+            _ => check::<Avx2>(),
+        }
+    }
+}
+
 /// Three dense row-major matrices.
 struct Case {
     precision: Precision,
