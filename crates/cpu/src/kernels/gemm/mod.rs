@@ -62,8 +62,8 @@
 //! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
 /// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats, and of at most `$step` terms by a `transpose`; and
-/// [`Micro::COPY`] by a load and a store. It prefetches the terms that are copied next: rows that come from memory are too
-/// short for the CPU to prefetch in time.
+/// [`Micro::COPY`] by a load and a store. It prefetches the terms that are copied next: rows that come from memory are
+/// too short for the CPU to prefetch in time.
 #[cfg(target_arch = "x86_64")]
 macro_rules! packed {
     (
@@ -161,12 +161,12 @@ pub const FEW_ROWS: usize = 16;
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
 const PIECE: usize = 192;
 
-/// Number of rows of B, or terms of a transposed A, copied at a time if they are contiguous: few streams, each long
-/// enough to be prefetched.
+/// Number of rows of B copied at a time if they are contiguous: few streams, each long. Rows of B, and terms of a
+/// transposed A, are prefetched as many before they are copied.
 const COPIED_ROWS: usize = 16;
 
-/// Panels of a transposed A packed at once: 112 columns, of which whole cache lines are read in order. Together with
-/// the same amount of prefetched data, they stay in the L2 cache.
+/// Panels of a transposed A, or strips of a B, packed at once. Of A they are up to 112 columns, of which whole cache
+/// lines are read in order. Together with the same amount of prefetched data, they stay in the L2 cache.
 const GROUP: usize = 8;
 
 /// Up to this many columns, packing A costs more than an unfavourable layout.
@@ -717,7 +717,8 @@ pub(super) struct Place {
     pub(super) to: usize,
 }
 
-/// Copies a vector of each place, for each of k terms: `from` and the distance of its terms, `to` and that of its words.
+/// Copies a vector of each place, for each of k terms: `from` and the distance of its terms, `to` and that of its
+/// words.
 ///
 /// # Safety
 /// The CPU has the instructions of the implementation; whole vectors of all places are readable in all terms, and
