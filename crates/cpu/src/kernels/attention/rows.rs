@@ -2,7 +2,6 @@
 //! not vectorise use vector instructions.
 
 use super::super::Float;
-use super::tiles::Rows;
 use super::{FORWARD_KEYS, aligned};
 use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
@@ -10,6 +9,9 @@ use std::arch::x86_64::*;
 
 /// Number of queries whose scores are processed together.
 pub(super) const VECTOR: usize = 16;
+
+/// A slice of elements with contiguous rows, and the distance between rows.
+pub(super) type Rows<S> = (S, usize);
 
 /// The scores of a vector of queries: a row for each key, `stride` apart, beginning with the first element of `scores`.
 #[inline(always)]

@@ -22,7 +22,7 @@ use super::super::gemm::{
 use super::super::matmul::{Strides, Update};
 use super::ahead::Ahead;
 use super::heads::RowsMut;
-use super::rows::dots;
+use super::rows::{Rows, dots};
 #[cfg(target_arch = "x86_64")]
 use super::rows::{dots_avx2, dots_avx512};
 use super::stored::StoredAs;
@@ -33,9 +33,6 @@ use std::ops::Range;
 
 /// Columns of the widest tile of any CPU.
 pub(super) const MAX_WIDTH: usize = 32;
-
-/// A slice of elements with contiguous rows, and the distance between rows.
-pub(super) type Rows<S> = (S, usize);
 
 /// Computes a product tile by tile: `[rows, columns, words]`, A, B as a part of [`Panels`] with the distance of its
 /// rows and of its panels, C; prefetches a line per word of each tile. The caller guarantees that this CPU has the
