@@ -6,11 +6,11 @@ use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Argument, DriverError};
 use meshwork_cuda::{CudaDevice, Driver, Gpu};
 use meshwork_kernels::host::{Host, HostError};
-use meshwork_kernels::{SOURCES, kernel};
+use meshwork_kernels::{HEADERS, SOURCES, TF32, kernel};
 use meshwork_tensor::Device;
 use meshwork_tensor::kernel::Gemm;
 use meshwork_testkit::sweeps;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,8 @@ use tempfile::TempDir;
 /// The libraries of the stand-in.
 struct StandIn {
     folder: TempDir,
-    kernels: PathBuf,
+    /// The kernels for the host: the usual ones, and those for TF32.
+    kernels: [PathBuf; 2],
 }
 
 /// The library under all of these names, compiled once for all tests: that takes longer than most of them.
@@ -44,13 +45,18 @@ fn compiled() -> &'static Path {
 impl StandIn {
     /// `None`, and a line that says why, without g++ or on another CPU than x86-64.
     fn new(libraries: &[&str]) -> Option<Self> {
-        let kernels = match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels")) {
+        let caches = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
+        let of_tf32: BTreeMap<&str, &str> = TF32.iter().map(|form| (form.source.name, form.source.text)).collect();
+        let files: Vec<_> = HEADERS.iter().map(|header| (header.name, header.text)).chain(of_tf32).collect();
+        let usual = match Host::new(&caches) {
             Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
                 eprintln!("left out: {error}");
                 return None;
             }
-            host => host.unwrap_or_else(|error| panic!("{error}")).path().to_owned(),
+            host => host.unwrap_or_else(|error| panic!("{error}")),
         };
+        let of_tf32 = Host::compile(&caches, &files, &TF32, false).unwrap_or_else(|error| panic!("{error}"));
+        let kernels = [usual, of_tf32].map(|host| host.path().to_owned());
         let folder = tempfile::tempdir().unwrap();
         symlink(compiled(), folder.path().join("stand_in.so")).unwrap();
         for library in libraries {
@@ -67,7 +73,8 @@ impl StandIn {
     fn run(&self, tests: &[&str], settings: &[(&str, &str)]) -> (String, bool) {
         let mut program = Command::new(std::env::current_exe().unwrap());
         program.args(tests).args(["--nocapture"]).env("RUST_TEST_THREADS", "2");
-        program.env("LD_LIBRARY_PATH", self.folder.path()).env("STAND_IN_KERNELS", &self.kernels);
+        program.env("LD_LIBRARY_PATH", self.folder.path()).env("STAND_IN_KERNELS", &self.kernels[0]);
+        program.env("STAND_IN_KERNELS_TF32", &self.kernels[1]);
         program.env("STAND_IN_CACHE", self.path("cubins")).env("STAND_IN_REPORT", self.path("report"));
         let ran = program.envs(settings.iter().copied()).output().unwrap();
         (String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned(), ran.status.success())
