@@ -37,8 +37,7 @@ AuthType=auth/none
 CredType=cred/none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectType=select/linear
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -50,9 +49,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 KillWait=5
-GresTypes=gpu
-NodeName={near} NodeAddr=10.77.0.1 CPUs=16 Gres=gpu:2 State=UNKNOWN
-NodeName={far} NodeAddr=10.77.0.2 CPUs=16 Gres=gpu:2 State=UNKNOWN
+NodeName={near} NodeAddr=10.77.0.1 CPUs=16 State=UNKNOWN
+NodeName={far} NodeAddr=10.77.0.2 CPUs=16 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE
 """
 
@@ -65,7 +63,6 @@ class Slurm:
         (folder / "state").mkdir()
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
         Path(self.variables["SLURM_CONF"]).write_text(CONFIGURATION.format(near=NEAR, far=FAR, folder=folder))
-        (folder / "gres.conf").write_text("Name=gpu Count=2\n")
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for address, host in SPACES.items()))
 
     def on(self, host, *line, **more):
@@ -157,9 +154,9 @@ def by_gpus(slurm, losses, wanted):
     text = (ROOT / "deploy/slurm-gpus.sh").read_text()
     if text.count("--device cuda ") != 1:
         sys.exit("deploy/slurm-gpus.sh does not name its device")
-    script.write_text(text.replace("--device cuda ", "--device cuda-emulated:0:4 "))
+    script.write_text(text.replace("--device cuda ", "--device cuda-emulated:0:4 ").replace("#SBATCH --gpus-per-node=8\n", "").replace(" --gpu-bind=none", ""))
     env = {"RUN": str(run), "GPT_TRAIN": str(losses.gpt_train), "STEPS": str(len(wanted)), "MESH": "dp=2,tp=2", "XDG_CACHE_HOME": str(slurm.folder)}
-    job = submitted(slurm, script, env, "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    job = submitted(slurm, script, env, "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
     state = slurm.job(job, ["COMPLETED", "FAILED", "CANCELLED"])
     if state != "COMPLETED" or losses.of(run / "metrics.jsonl") != wanted:
         sys.exit(f"sbatch deploy/slurm-gpus.sh is {state}, or has other losses\n{(slurm.folder / 'job.log').read_text()[-3000:]}")
