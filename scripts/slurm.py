@@ -152,9 +152,12 @@ def submitted(slurm, script, env, *options):
 def by_gpus(slurm, losses, wanted):
     run, script = slurm.folder / "gpus", slurm.folder / "slurm-gpus.sh"
     text = (ROOT / "deploy/slurm-gpus.sh").read_text()
-    if text.count("--device cuda ") != 1:
-        sys.exit("deploy/slurm-gpus.sh does not name its device")
-    script.write_text(text.replace("--device cuda ", "--device cuda-emulated:0:4 ").replace("#SBATCH --gpus-per-node=8\n", "").replace(" --gpu-bind=none", ""))
+    # These hosts have no GPUs to ask for.
+    for words, here in ("--device cuda ", "--device cuda-emulated:0:4 "), ("#SBATCH --gpus-per-node=8\n", ""), (" --gpu-bind=none", ""):
+        if text.count(words) != 1:
+            sys.exit(f"deploy/slurm-gpus.sh has no {words.strip()}")
+        text = text.replace(words, here)
+    script.write_text(text)
     env = {"RUN": str(run), "GPT_TRAIN": str(losses.gpt_train), "STEPS": str(len(wanted)), "MESH": "dp=2,tp=2", "XDG_CACHE_HOME": str(slurm.folder)}
     job = submitted(slurm, script, env, "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
     state = slurm.job(job, ["COMPLETED", "FAILED", "CANCELLED"])
