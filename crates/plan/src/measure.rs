@@ -123,10 +123,10 @@ impl Spent {
     }
 }
 
-/// The sums by which seconds = operations / rate + packed elements · seconds of each fits products best: the squares of
-/// what is left, over the nanoseconds that a product took, are least in sum.
+/// Timed products, summed so that seconds = operations / rate + packed elements · seconds of each fits them best: the
+/// squares of the errors, each over the nanoseconds that its product took, are least in sum.
 #[derive(Clone, Copy, Debug, Default)]
-struct Products {
+pub struct Products {
     nanos: f64,
     flops: f64,
     packed: f64,
@@ -136,8 +136,8 @@ struct Products {
 }
 
 impl Products {
-    /// A product of these extents.
-    fn add(&mut self, [m, n, k]: [usize; 3], nanos: u64) {
+    /// A product of these extents, `[m, k]` by `[k, n]`, and the nanoseconds that it took.
+    pub fn add(&mut self, [m, n, k]: [usize; 3], nanos: u64) {
         let (right, nanos) = (n as f64 * k as f64, nanos.max(1) as f64);
         let flops = 2.0 * m as f64 * right;
         self.nanos += nanos;
@@ -149,7 +149,7 @@ impl Products {
     }
 
     /// Operations a second, and seconds in which an element of the right operand is packed; never less than none.
-    fn rates(&self) -> [f64; 2] {
+    pub fn rates(&self) -> [f64; 2] {
         let Self { flops, packed, flops_squared, both, packed_squared, .. } = *self;
         let all = flops_squared * packed_squared - both * both;
         let pack = if all > 0.0 { ((flops_squared * packed - both * flops) / all).max(0.0) } else { 0.0 };
@@ -320,25 +320,4 @@ fn sums(world: &World) -> Result<[f64; 2], RunError> {
     })?;
     let of = |at: usize| all.iter().map(move |found| found[at]);
     Ok([of(0).fold(0.0, f64::max), of(1).fold(f64::INFINITY, f64::min)])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Products;
-
-    /// Times that are operations at a rate, and elements of the right operand, give back both numbers. Where products
-    /// of few rows are faster than others, packing takes no time, and the rate is that of all.
-    #[test]
-    fn products_are_a_rate_and_the_packing_of_their_right_operands() {
-        let shapes = [[64, 2048, 512], [64, 512, 512], [512, 2048, 512], [2048, 512, 512]];
-        let of = |nanos: &dyn Fn([f64; 3]) -> f64| {
-            let mut products = Products::default();
-            shapes.iter().for_each(|shape| products.add(*shape, nanos(shape.map(|extent| extent as f64)) as u64));
-            products.rates()
-        };
-        let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / 100.0 + 0.4 * n * k);
-        assert!((rate / 1e11 - 1.0).abs() < 1e-6 && (pack / 4e-10 - 1.0).abs() < 1e-6, "{rate} {pack}");
-        let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / if m > 64.0 { 100.0 } else { 200.0 });
-        assert!(pack == 0.0 && (1e11..2e11).contains(&rate), "{rate} {pack}");
-    }
 }

@@ -243,3 +243,19 @@ fn a_machine_that_is_busy_says_so() {
     let warning = measured.unwrap().1.warning().unwrap();
     assert!(warning.starts_with("this machine was busy: other programs took "), "{warning}");
 }
+
+/// Times that are operations at a rate, and elements of the right operand, give back both numbers. Where products
+/// of few rows are faster than others, packing takes no time, and the rate is that of all.
+#[test]
+fn products_are_a_rate_and_the_packing_of_their_right_operands() {
+    let shapes = [[64, 2048, 512], [64, 512, 512], [512, 2048, 512], [2048, 512, 512]];
+    let of = |nanos: &dyn Fn([f64; 3]) -> f64| {
+        let mut products = measure::Products::default();
+        shapes.iter().for_each(|shape| products.add(*shape, nanos(shape.map(|extent| extent as f64)) as u64));
+        products.rates()
+    };
+    let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / 128.0 + 0.5 * n * k);
+    assert!((rate / 128e9 - 1.0).abs() < 1e-6 && (pack / 5e-10 - 1.0).abs() < 1e-6, "{rate} {pack}");
+    let [rate, pack] = of(&|[m, n, k]| 2.0 * m * n * k / if m > 64.0 { 100.0 } else { 200.0 });
+    assert!(pack == 0.0 && (1e11..2e11).contains(&rate), "{rate} {pack}");
+}
