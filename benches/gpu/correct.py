@@ -113,9 +113,15 @@ def stand_in(session):
             raise Failed(f"the stand-in does not compile: {made.reason()}")
         for library in ["cuda.so", "nvrtc.so", "cublasLt.so", "nccl.so.2"]:
             (folder / f"lib{library}").symlink_to("stand_in.so")
-    # A step on the emulator left the kernels that g++ compiled.
-    kernels = next((session.folder / "cache/meshwork/kernels").glob("*/libkernels.so"))
-    return {"LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(kernels)}
+    # Steps on the emulator left kernels that g++ compiled; the others are compiled now.
+    made = session.run(
+        [session.program("gpu"), "--exact", "stand_in::makes_kernels", "--nocapture"],
+        {"STAND_IN_MAKES": str(session.folder / "cache/meshwork/kernels")},
+    )
+    kernels = dict(re.findall(r"(STAND_IN_KERNELS\w*)=(.*)", made.text))
+    if made.code or not kernels:
+        raise Failed(f"the kernels of the stand-in do not compile: {made.reason()}")
+    return {"LD_LIBRARY_PATH": str(folder)} | kernels
 
 
 def operations(session):

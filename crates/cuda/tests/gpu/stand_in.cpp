@@ -19,12 +19,12 @@
 // - When the last user of all contexts is gone, everything must have been given back; what was not is written to the
 //   report.
 //
-// Environment: STAND_IN_KERNELS and STAND_IN_KERNELS_TF32 (the libraries of the usual kernels, which variants are run
-// as, and of those for TF32), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION, STAND_IN_DEVICES,
-// STAND_IN_CAPABILITY (90: 9.0), STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_NEWEST
-// (the newest architecture that NVRTC knows), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
-// graph is instantiated), STAND_IN_AHEAD (pieces of work that may be queued before the oldest runs; as many as there
-// are).
+// Environment: STAND_IN_KERNELS, STAND_IN_KERNELS_F16 and STAND_IN_KERNELS_TF32 (the libraries of the usual kernels,
+// which variants are run as, and of those for f16 and TF32), STAND_IN_REPORT (a file that lines are appended to),
+// STAND_IN_VERSION, STAND_IN_DEVICES, STAND_IN_CAPABILITY (90: 9.0), STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC
+// (its major version), STAND_IN_NEWEST (the newest architecture that NVRTC knows), STAND_IN_REFUSES (a source that does
+// not compile), STAND_IN_GRAPHS (0: no graph is instantiated), STAND_IN_AHEAD (pieces of work that may be queued before
+// the oldest runs; as many as there are).
 //
 // More than 400 lines: one library under several names.
 #include <array>
@@ -67,7 +67,7 @@ struct Graph { std::deque<Node> nodes; Graph *of = nullptr; };
 // Captured: by which thread, whether calls that are not safe meanwhile are permitted (mode 2), and whether one of them
 // ended it.
 struct Stream { Context *of; bool captured = false, relaxed = false, ended = false; std::thread::id by; std::deque<Node> graph; };
-struct Function { std::string name; int arguments; Context *of; unsigned shared; bool tf32; };
+struct Function { std::string name; int arguments; Context *of; unsigned shared; int form; };
 struct Block { char *start; size_t bytes; Context *of; };
 struct Module { std::map<std::string, Function> functions; };
 
@@ -458,10 +458,10 @@ C cuModuleLoadData(void **module, const void *image) {
     SAFE;
     std::istringstream words((const char *)image);
     std::string name;
-    bool tf32;
-    if (!(words >> name >> tf32) || name != "stand-in") return INVALID_IMAGE;
+    int form;
+    if (!(words >> name >> form) || name != "stand-in") return INVALID_IMAGE;
     auto made = new Module;
-    for (int arguments; words >> name >> arguments;) made->functions[name] = {name, arguments, current, 48 << 10, tf32};
+    for (int arguments; words >> name >> arguments;) made->functions[name] = {name, arguments, current, 48 << 10, form};
     modules.insert(made);
     *module = made;
     return OK;
@@ -497,15 +497,16 @@ static Launch launcher_of(const char *variable) {
     void *library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
     return library ? (Launch)dlsym(library, "meshwork_launch") : nullptr;
 }
-static Launch launcher(bool tf32) {
-    static Launch usual = launcher_of("STAND_IN_KERNELS"), of_tf32 = launcher_of("STAND_IN_KERNELS_TF32");
-    return tf32 ? of_tf32 : usual;
+// Of the usual kernels, those for f16 and those for TF32, which have the same names.
+static Launch launcher(int form) {
+    static Launch found[] = {launcher_of("STAND_IN_KERNELS"), launcher_of("STAND_IN_KERNELS_F16"), launcher_of("STAND_IN_KERNELS_TF32")};
+    return found[form];
 }
 // A launch with copies of its arguments.
 static std::function<Result()> kernel(Function *function, std::array<uint32_t, 7> sizes, void **given) {
     std::vector<uint64_t> values;
     for (int i = 0; i < function->arguments; i++) values.push_back(*(uint64_t *)given[i]);
-    return [=, name = function->name, whose = function->of, tf32 = function->tf32]() mutable -> Result {
+    return [=, name = function->name, whose = function->of, form = function->form]() mutable -> Result {
         // A number that is an address by chance is unlikely. Reductions read a table of addresses.
         auto places_of = values;
         if (!name.rfind("reduce_", 0)) for (uint64_t i = 0; i < values[1]; i++) places_of.push_back(((uint64_t *)values[0])[i]);
@@ -516,7 +517,7 @@ static std::function<Result()> kernel(Function *function, std::array<uint32_t, 7
             }
         std::vector<void *> places;
         for (auto &value : values) places.push_back(&value);
-        const char *failure = launcher(tf32)(name.c_str(), places.data(), &sizes[0], &sizes[3], sizes[6], 0);
+        const char *failure = launcher(form)(name.c_str(), places.data(), &sizes[0], &sizes[3], sizes[6], 0);
         if (failure) report("kernel " + name + ": " + failure);
         return failure ? LAUNCH_FAILED : OK;
     };
@@ -525,7 +526,7 @@ C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned
                  void **given, void **) {
     CONTEXT;
     // More than 48 KiB only where the function was told so; grids and blocks as large as every GPU has them.
-    if (!launcher(((Function *)function)->tf32) || shared > ((Function *)function)->shared) return INVALID_VALUE;
+    if (!launcher(((Function *)function)->form) || shared > ((Function *)function)->shared) return INVALID_VALUE;
     if (!gx || !gy || !gz || !bx || !by || !bz || gx > 0x7fffffff || gy > 0xffff || gz > 0xffff || bx > 1024 || by > 1024 || bz > 64 || bx * by * bz > 1024) return INVALID_VALUE;
     if (((Function *)function)->of != current) return INVALID_HANDLE;
     return push(stream, kernel((Function *)function, {gx, gy, gz, bx, by, bz, shared}, given), (Function *)function);
@@ -591,7 +592,8 @@ C nvrtcCompileProgram(Program *program, int count, const char *const *options) {
     if (refuses && program->name == refuses) program->log = program->name + "(1): error: the stand-in refuses it";
     if (!program->log.empty()) return 6; // NVRTC_ERROR_COMPILATION
     std::ostringstream image("stand-in", std::ios::ate);
-    image << ' ' << (program->name.find(".tf32.") != std::string::npos);
+    auto is = [&](const char *form) { return program->name.find(form) != std::string::npos; };
+    image << ' ' << (is(".f16.") ? 1 : is(".tf32.") ? 2 : 0);
     const std::string &text = program->source;
     for (size_t at = 0; (at = text.find("\nKERNEL ", at)) != std::string::npos; at++) {
         size_t begin = at + 8, open = text.find('(', begin), close = text.find(')', open), arguments = 1;

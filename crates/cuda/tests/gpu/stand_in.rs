@@ -6,7 +6,7 @@ use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Argument, DriverError};
 use meshwork_cuda::{CudaDevice, Driver, Gpu};
 use meshwork_kernels::host::{Host, HostError};
-use meshwork_kernels::{HEADERS, SOURCES, TF32, kernel};
+use meshwork_kernels::{F16, HEADERS, Kernel, SOURCES, TF32, kernel};
 use meshwork_tensor::Device;
 use meshwork_tensor::kernel::Gemm;
 use meshwork_testkit::sweeps;
@@ -22,8 +22,8 @@ use tempfile::TempDir;
 /// The libraries of the stand-in.
 struct StandIn {
     folder: TempDir,
-    /// The kernels for the host: the usual ones, and those for TF32.
-    kernels: [PathBuf; 2],
+    /// The kernels for the host, and the variable that tells the stand-in where they are.
+    kernels: [(&'static str, PathBuf); 3],
 }
 
 /// The library under all of these names, compiled once for all tests: that takes longer than most of them.
@@ -42,21 +42,38 @@ fn compiled() -> &'static Path {
     })
 }
 
+/// The libraries of kernels for the host in a folder, compiled where they are missing: the usual ones, and those for
+/// other operands, which have the same names.
+fn kernels(folder: &Path) -> Result<[(&'static str, PathBuf); 3], HostError> {
+    let of = |forms: &[Kernel]| {
+        let sources: BTreeMap<&str, &str> = forms.iter().map(|form| (form.source.name, form.source.text)).collect();
+        let files: Vec<_> = HEADERS.iter().map(|header| (header.name, header.text)).chain(sources).collect();
+        Host::compile(folder, &files, forms, false)
+    };
+    let [usual, f16, tf32] = [Host::new(folder)?, of(&F16)?, of(&TF32)?].map(|host| host.path().to_owned());
+    Ok([("STAND_IN_KERNELS", usual), ("STAND_IN_KERNELS_F16", f16), ("STAND_IN_KERNELS_TF32", tf32)])
+}
+
+/// For a check of a GPU on the emulator: compiles the libraries into the folder that a variable names, and prints the
+/// variables that the stand-in reads.
+#[test]
+fn makes_kernels() {
+    let Some(folder) = std::env::var_os("STAND_IN_MAKES") else { return };
+    let kernels = kernels(Path::new(&folder)).unwrap_or_else(|error| panic!("{error}"));
+    kernels.iter().for_each(|(name, path)| println!("{name}={}", path.display()));
+}
+
 impl StandIn {
     /// `None`, and a line that says why, without g++ or on another CPU than x86-64.
     fn new(libraries: &[&str]) -> Option<Self> {
         let caches = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
-        let of_tf32: BTreeMap<&str, &str> = TF32.iter().map(|form| (form.source.name, form.source.text)).collect();
-        let files: Vec<_> = HEADERS.iter().map(|header| (header.name, header.text)).chain(of_tf32).collect();
-        let usual = match Host::new(&caches) {
+        let kernels = match kernels(&caches) {
             Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
                 eprintln!("left out: {error}");
                 return None;
             }
-            host => host.unwrap_or_else(|error| panic!("{error}")),
+            found => found.unwrap_or_else(|error| panic!("{error}")),
         };
-        let of_tf32 = Host::compile(&caches, &files, &TF32, false).unwrap_or_else(|error| panic!("{error}"));
-        let kernels = [usual, of_tf32].map(|host| host.path().to_owned());
         let folder = tempfile::tempdir().unwrap();
         symlink(compiled(), folder.path().join("stand_in.so")).unwrap();
         for library in libraries {
@@ -73,8 +90,7 @@ impl StandIn {
     fn run(&self, tests: &[&str], settings: &[(&str, &str)]) -> (String, bool) {
         let mut program = Command::new(std::env::current_exe().unwrap());
         program.args(tests).args(["--nocapture"]).env("RUST_TEST_THREADS", "2");
-        program.env("LD_LIBRARY_PATH", self.folder.path()).env("STAND_IN_KERNELS", &self.kernels[0]);
-        program.env("STAND_IN_KERNELS_TF32", &self.kernels[1]);
+        program.env("LD_LIBRARY_PATH", self.folder.path()).envs(self.kernels.iter().map(|(name, path)| (name, path)));
         program.env("STAND_IN_CACHE", self.path("cubins")).env("STAND_IN_REPORT", self.path("report"));
         let ran = program.envs(settings.iter().copied()).output().unwrap();
         (String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned(), ran.status.success())
