@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(crate) use meshwork_cuda::device::MOST_LINKED;
 /// No device to send them from.
 #[cfg(not(any(feature = "cuda", feature = "emulator")))]
-pub(crate) const MOST_LINKED: usize = usize::MAX;
+pub(crate) const MOST_LINKED: usize = 0;
 
 /// Opens a device for each rank.
 #[derive(Clone)]
