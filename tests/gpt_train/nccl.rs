@@ -12,10 +12,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Runs that line as processes with an emulated card each, which meet over TCP; all must end well.
+/// Runs that line as processes whose ranks have an emulated card each, of four, and which meet over TCP; all must end
+/// well.
 #[track_caller]
 fn trains(processes: usize, seed: usize, line: &str) {
-    let ended = over_tcp(processes, &format!("--device cuda-emulated:{seed}:{processes} {line}"));
+    let ended = over_tcp(processes, &format!("--device cuda-emulated:{seed}:4 {line}"));
     for (rank, ended) in ended.iter().enumerate() {
         assert_eq!(ended.code, Some(0), "process {rank}, {line}\n{}\n{}", ended.out, ended.err);
     }
@@ -33,8 +34,13 @@ fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
     }
     let folder = folder("nccl");
     let experts = "--set moe.num_experts=4";
-    succeed(&line(&folder, "dense", "--mesh dp=1"));
-    succeed(&line(&folder, "experts", &format!("--mesh dp=1 {experts}")));
+    // Of a sequence that cp cuts, gradients are sums of its blocks: with a method on one rank too.
+    let cut = "--set parallelism.context_parallel_method=all_gather";
+    for (name, settings) in
+        [("dense", ""), ("cut", cut), ("experts", experts), ("experts_cut", &format!("{experts} {cut}"))]
+    {
+        succeed(&line(&folder, name, &format!("--mesh dp=1 {settings}")));
+    }
     let always =
         [(2, "dp=2 --set training.replay_every=2"), (2, "tp=2"), (2, "pp=2 --set training.micro_batch_size=2")];
     let more = [
@@ -51,7 +57,12 @@ fn losses_over_nccl_are_those_of_one_rank_bit_for_bit() {
     for (at, (processes, settings)) in always.into_iter().chain(more.into_iter().sampled(9)).enumerate() {
         let name = at.to_string();
         trains(processes, at, &line(&folder, &name, &format!("--mesh {settings}")));
-        let wanted = if settings.contains(experts) { "experts" } else { "dense" };
+        let wanted = match (settings.contains(experts), settings.contains("cp=")) {
+            (false, false) => "dense",
+            (false, true) => "cut",
+            (true, false) => "experts",
+            (true, true) => "experts_cut",
+        };
         assert_eq!(numbers(&folder.join(name)), numbers(&folder.join(wanted)), "{settings}");
     }
     fs::remove_dir_all(folder).unwrap();
