@@ -13,7 +13,7 @@ macro_rules! debug_as_display {
     };
 }
 
-/// Values that become a variant of an enum, in a box or not: errors by `?`, and others by `into`.
+/// `From` for an enum, of the values that its variants hold, in a box or not: `?` converts errors, `into` other values.
 #[macro_export]
 macro_rules! from {
     ($error:ty: $($variant:ident($from:ty)),+ $(,)?) => {
@@ -25,7 +25,8 @@ macro_rules! from {
     };
 }
 
-/// Methods of a trait that a type passes on to what it is around: `pass_on! { self.inner => fn name(&self) -> &str; }`.
+/// Methods of a wrapper that call the same method of the wrapped value:
+/// `pass_on! { self.inner => fn name(&self) -> &str; }`.
 #[macro_export]
 macro_rules! pass_on {
     ($inner:expr => $(fn $name:ident(&$this:ident $(, $arg:ident: $type:ty)*) $(-> $result:ty)?;)+) => {$(

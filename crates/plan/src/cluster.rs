@@ -108,7 +108,7 @@ struct LinksPart {
     host: Option<f64>,
 }
 
-/// Whether a constant can have this value: what divides is not 0.
+/// Whether a constant can have this value. Those that are divisors are above 0.
 fn possible(name: &str, value: f64) -> bool {
     let divides = ["products", "unaligned", "memory", "join", "inside", "between", "gradients"].contains(&name);
     value.is_finite() && if divides { value > 0.0 } else { value >= 0.0 }

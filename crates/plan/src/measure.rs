@@ -123,8 +123,8 @@ impl Spent {
     }
 }
 
-/// Timed products, summed so that seconds = operations / rate + packed elements · seconds of each fits them best: the
-/// squares of the errors, each over the nanoseconds that its product took, are least in sum.
+/// Sums over timed products for a least-squares fit of seconds = operations / rate + packed elements · seconds of each.
+/// The weight of a product is one over its time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Products {
     nanos: f64,

@@ -177,7 +177,8 @@ impl Drop for Communicators {
 /// How often a host that waits asks NCCL whether its communicators are well.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long the control group may take to say why a collective or a communicator failed, before NCCL's error is told.
+/// The time that the control group has to explain a failed collective or communicator. After it, NCCL's error is
+/// reported.
 const EXPLAINED: Duration = Duration::from_secs(5);
 
 /// How long a rank that ended keeps its communicators for operations that others have not come to.

@@ -80,8 +80,8 @@ impl Pool {
         self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
     }
 
-    /// The error that is told for one of the driver, where it leaves the device: of communication what the control
-    /// group has to say, before what the device found. Ranks that are threads end together, and have nobody to ask.
+    /// The error that the device reports for an error of the driver. For an error of communication the control group is
+    /// asked first, and its answer is reported if it has one. Ranks that are threads have no control group.
     pub(super) fn reason(&self, fault: DriverError) -> DriverError {
         match (&fault, self.watched.get()) {
             (DriverError::Comm { .. }, Some(watch)) => watch.reason(fault),

@@ -39,13 +39,13 @@ pub(super) const MAX_WIDTH: usize = 32;
 /// instructions.
 type TimesFn<T> = unsafe fn([usize; 3], (&[T], Strides), (&[T], Strides), RowsMut<'_, T>, Update, &mut Ahead<'_, T>);
 
-/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, in panels of so many columns, whole vectors:
-/// word l of a panel's columns is its row l, zero beyond the last column and the last term. The caller guarantees that
-/// this CPU has the instructions.
+/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, in panels of the given width, a multiple of
+/// the vector length. Row l of a panel holds word l of each of its columns, and zeros beyond the last column and the
+/// last term. The caller guarantees that this CPU has the instructions.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), (&mut [T], usize));
 
-/// The sums of the products of some rows of two matrices, as long as given and at most 1024, in the order of
-/// `reduce.rs`. The caller guarantees that this CPU has the instructions.
+/// The dot products of the rows of two matrices, in the order of `reduce.rs`. Rows have the given length, at most 1024.
+/// The caller guarantees that this CPU has the instructions.
 type DotsFn<T> = unsafe fn(usize, [Rows<&[T]>; 2], &mut [T]);
 
 /// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller guarantees that this CPU

@@ -165,8 +165,8 @@ const PIECE: usize = 192;
 /// transposed A, are prefetched as many before they are copied.
 const COPIED_ROWS: usize = 16;
 
-/// Panels of a transposed A, or strips of a B, packed at once. Of A they are up to 112 columns, of which whole cache
-/// lines are read in order. Together with the same amount of prefetched data, they stay in the L2 cache.
+/// Panels of a transposed A, or strips of a B, that one call packs. Panels of A have up to 112 columns together, so
+/// whole cache lines are read in order. These panels and as much prefetched data fit into the L2 cache.
 const GROUP: usize = 8;
 
 /// Up to this many columns, packing A costs more than an unfavourable layout.
