@@ -136,6 +136,9 @@ def ends_with_its_starter():
     assert not reader.is_alive(), "a program outlives its starter"
 
 
+CPUS = [("AuthenticAMD", 25, 1), ("AuthenticAMD", 25, 17), ("GenuineIntel", 6, 143)]
+
+
 def self_test():
     """Everything but the peer, once: a mesh against one rank, through the files to the table."""
     text = """
@@ -157,6 +160,8 @@ def self_test():
         targets = { tokens_per_s = 1 }
     """
     definitions(ROWS.read_text(encoding="utf-8"))
+    milan, genoa, xeon = (f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n" for vendor, family, model in CPUS)
+    assert [machine.generation(cpu) for cpu in (milan, genoa, xeon)] == [" (Zen 3)", " (Zen 4)", ""]
     ends_with_its_starter()
     for script in programs.PEERS.glob("*.py"):
         compile(script.read_text(encoding="utf-8"), script, "exec")
