@@ -1,7 +1,7 @@
 //! `--mesh auto`: the fastest mesh of the cores of this process, by steps that it takes.
 //!
 //! ```text
-//! the machine, measured ─ planner: meshes of at most as many ranks as cores ─▶ sorted ─ some steps of the few best ─▶ the fastest
+//! the machine, measured ─ planner: meshes of at most as many ranks as cores ─▶ sorted ─ steps of the few best, in turn ─▶ the fastest
 //! ```
 //! All ranks of a process share its cores, and a core whose rank waits works for the others. So more ranks than cores
 //! only take turns, and are not tried. Steps have the model, batch and kernels of the run and zeros as tokens; nothing
@@ -9,6 +9,7 @@
 
 use meshwork::core::launcher::{Environment, detect};
 use meshwork::core::pool;
+use meshwork::plan::race::Race;
 use meshwork::plan::search::mesh_text;
 use meshwork::plan::{Counter, Job, System, measure};
 use meshwork::train::config::{Args, Config, Device};
@@ -17,14 +18,11 @@ use std::time::{Duration, Instant};
 /// What `--mesh` has for the fastest mesh.
 const AUTO: &str = "auto";
 
-/// After this long no further mesh is tried.
+/// So long is measured, where a mesh takes many steps meanwhile.
 const BUDGET: Duration = Duration::from_secs(10);
 
-/// Meshes whose steps are measured: those that the planner predicts to be the fastest.
+/// Meshes that take steps: those that the planner predicts to be the fastest.
 const FEW: usize = 4;
-
-/// Steps that are measured of each mesh, after one that is not. The fastest counts.
-const STEPS: usize = 3;
 
 /// The arguments with the fastest mesh in place of `auto`, and how it was found.
 ///
@@ -52,31 +50,41 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
     // Tiny models: the planner's numbers only order the meshes.
     let (machine, disturbance) = measure::measure(&measure::TINY, &mut |_, _, _| {})?;
     let (system, mut counter) = (System::known(machine.system())?.on(&machine), Counter::default());
-    let mut found: Vec<(String, Config, f64)> = Vec::new();
+    // Of each mesh its step's seconds, and the bytes of all ranks.
+    let mut found: Vec<(String, Config, [f64; 2])> = Vec::new();
     for (mesh, config) in tried {
         let ranks = config.parallelism.world_size().unwrap_or(1);
         let Ok(job) = Job::new(config.clone(), &mut counter) else { continue };
         let Ok(step) = job.predict(&system, &machine.of_cards(ranks)?) else { continue };
         if config.memory.limit().is_none_or(|limit| step.memory <= limit as f64) {
-            found.push((mesh, config, step.seconds));
+            found.push((mesh, config, [step.seconds, ranks as f64 * step.memory]));
         }
     }
-    found.sort_by(|a, b| a.2.total_cmp(&b.2));
-    let mut measured: Vec<(String, f64)> = Vec::new();
-    for (mesh, config, _) in found.into_iter().take(FEW) {
-        if measured.is_empty() || begun.elapsed() < BUDGET {
-            measured.push((mesh, measure::steps(&config, STEPS, false)?.fastest));
-        }
-    }
-    measured.sort_by(|a, b| a.1.total_cmp(&b.1));
-    let told = measured.iter().map(|(mesh, seconds)| format!("{:.1} ms with {mesh}", 1e3 * seconds));
-    let told = told.collect::<Vec<_>>().join(", ");
-    let (mesh, reason) = match measured.first() {
-        Some((mesh, _)) => (&mesh[..], format!("steps took {told}")),
+    found.sort_by(|a, b| a.2[0].total_cmp(&b.2[0]));
+    // Their models are in memory side by side; the first one is in any case.
+    let mut left = machine.card.memory * machine.cards() as f64;
+    let side_by_side = found.into_iter().take(FEW).enumerate().take_while(|(at, (_, _, [_, bytes]))| {
+        left -= bytes;
+        *at == 0 || left > 0.0
+    });
+    let (meshes, configs): (Vec<String>, Vec<Config>) =
+        side_by_side.map(|(_, (mesh, config, _))| (mesh, config)).unzip();
+    let race = Race::run(&configs, begun, BUDGET)?;
+    let winner = race.winner();
+    let (mesh, reason) = match meshes.get(winner) {
+        Some(mesh) => (&mesh[..], told(&race, winner, &meshes)),
         None => ("dp=1", "no mesh is predicted to run and to fit into memory".to_owned()),
     };
     let warned = disturbance.warning().map_or(String::new(), |warning| format!("; {warning}"));
     Ok((with(mesh), Some(format!("--mesh auto takes {mesh}: {reason}{warned}"))))
+}
+
+/// How long the steps of the fastest took, and how many times as long the others'.
+fn told(race: &Race, winner: usize, meshes: &[String]) -> String {
+    let Some(seconds) = race.seconds(winner) else { return "it is predicted to be the fastest".to_owned() };
+    let others = meshes.iter().enumerate().take(race.0.len()).filter(|(at, _)| *at != winner);
+    let others = others.map(|(at, mesh)| format!(", {:.2} times as long with {mesh}", race.ratio(at, winner)));
+    format!("steps took {:.1} ms with {}{}", 1e3 * seconds, meshes[winner], others.collect::<String>())
 }
 
 /// Meshes of up to so many ranks.

@@ -12,6 +12,7 @@ pub mod measure;
 pub mod memory;
 mod plan;
 mod predict;
+pub mod race;
 pub mod search;
 mod system;
 pub mod table;

@@ -48,8 +48,6 @@ const TIMES: usize = 40;
 /// Steps as measured, each by its slowest rank.
 #[derive(Debug)]
 pub struct Steps {
-    /// Seconds of the fastest.
-    pub fastest: f64,
     /// Seconds of the median.
     pub median: f64,
     /// How many times as long as the fastest the slowest took.
@@ -89,7 +87,7 @@ pub fn steps(config: &Config, count: usize, profiled: bool) -> Result<Steps, Pla
     let (fastest, slowest) = (at(0), at(count.saturating_sub(1)));
     let median = order.get(count / 2).copied().unwrap_or_default();
     let spans = spans.into_iter().map(|of_rank| of_step(of_rank, median)).collect();
-    Ok(Steps { fastest, median: at(count / 2), spread: slowest / fastest, spans })
+    Ok(Steps { median: at(count / 2), spread: slowest / fastest, spans })
 }
 
 /// The spans of a step, the first of which has number 0.

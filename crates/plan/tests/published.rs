@@ -6,6 +6,8 @@ mod goodput;
 mod machine;
 #[path = "published/memory.rs"]
 mod memory;
+#[path = "published/race.rs"]
+mod race;
 #[path = "published/search.rs"]
 mod search;
 
