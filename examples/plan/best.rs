@@ -3,7 +3,7 @@
 use crate::options::Options;
 use crate::output::tell;
 use crate::picture;
-use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, model, search};
+use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, fastest, model, search};
 use meshwork::plan::table::{self, configured};
 use meshwork::plan::{Cluster, Cores, Counter, Job, PlanError, System};
 use serde_json::json;
@@ -165,7 +165,7 @@ fn nothing_fits(
     let doublings = if cluster.between > 0.0 { DOUBLINGS } else { 0 };
     for doubled in 1..=doublings {
         let larger = Cluster { hosts: cluster.hosts << doubled, ..cluster.clone() };
-        if let Some(plan) = search(given, samples, system, &larger, 1, counter, &mut progress)?.best.first() {
+        if let Some(plan) = fastest(given, samples, system, &larger, counter, &mut progress)? {
             let valid = format!(
                 "the nearest that fits are {} cards, with {:.1} GB of each and {:.3} s a step: {}",
                 larger.cards(),

@@ -79,7 +79,52 @@ pub fn search(
     counter: &mut Counter,
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Found, PlanError> {
+    let layouts = layouts(given, samples, system, cluster, counter, progress)?;
+    let (plans, beaten) = simulated(layouts, system, cluster, count, progress)?;
+    let points = plans.iter().map(|plan| [plan.step.seconds, plan.step.memory]).collect();
+    let mut front: Vec<Plan> = Vec::new();
+    for plan in &plans {
+        if front.last().is_none_or(|last| plan.step.memory < last.step.memory) {
+            front.push(plan.clone());
+        }
+    }
+    let too_large = plans.first().filter(|plan| !plan.step.fits).cloned();
+    let (best, mut refused) = best_of(&plans, system, cluster, count, counter, progress);
+    if best.is_empty() {
+        refused.extend(front.iter().rev().take(SMALLEST).filter_map(|plan| checked(plan, system, cluster, counter)));
+    }
+    let smaller = |a: &&Plan, b: &&Plan| a.step.memory.total_cmp(&b.step.memory);
+    let smallest = refused.iter().filter(|_| best.is_empty()).min_by(smaller).or(front.last()).cloned();
+    Ok(Found { best, front, points, too_large, smallest, plans: plans.len() + beaten, layers: counter.layers() })
+}
+
+/// The fastest plan that fits, and nothing of those that do not: layouts that cannot fit are not simulated, and no
+/// plan that does not fit is dry-run to say by how much.
+///
+/// # Errors
+/// As [`search`].
+pub fn fastest(
+    given: &Keys,
+    samples: usize,
+    system: &System,
+    cluster: &Cluster,
+    counter: &mut Counter,
+    progress: &mut dyn FnMut(&str, usize, usize),
+) -> Result<Option<Plan>, PlanError> {
     let mut layouts = layouts(given, samples, system, cluster, counter, progress)?;
+    layouts.retain(|layout| layout.bound.1 <= cluster.card.memory);
+    let (plans, _) = simulated(layouts, system, cluster, 1, progress)?;
+    Ok(best_of(&plans, system, cluster, 1, counter, progress).0.pop())
+}
+
+/// The plans of all layouts that are not behind, the fastest first, and how many layouts are.
+fn simulated(
+    mut layouts: Vec<Layout>,
+    system: &System,
+    cluster: &Cluster,
+    count: usize,
+    progress: &mut dyn FnMut(&str, usize, usize),
+) -> Result<(Vec<Plan>, usize), PlanError> {
     layouts.sort_by(|a, b| a.bound.0.total_cmp(&b.bound.0).then(a.bound.1.total_cmp(&b.bound.1)));
     let mut plans: Vec<Plan> = Vec::new();
     let mut beaten = 0;
@@ -92,40 +137,38 @@ pub fn search(
         }
     }
     progress("simulating layouts", layouts.len(), layouts.len());
-    let compared = plans.len() + beaten;
     plans.sort_by(Plan::order);
-    let points = plans.iter().map(|plan| [plan.step.seconds, plan.step.memory]).collect();
-    let mut front: Vec<Plan> = Vec::new();
-    for plan in &plans {
-        if front.last().is_none_or(|last| plan.step.memory < last.step.memory) {
-            front.push(plan.clone());
-        }
-    }
-    // The loader has the last word, and a dry run of the whole step knows the bytes.
-    let mut checked = |plan: &Plan| {
-        let step = loaded(&plan.keys).and_then(|config| Job::new(config, counter)?.predict(system, cluster));
-        step.ok().map(|step| Plan { step, ..plan.clone() })
-    };
-    let mut refused: Vec<Plan> = Vec::new();
-    let too_large = plans.first().filter(|plan| !plan.step.fits).cloned();
-    let mut best: Vec<Plan> = Vec::new();
+    Ok((plans, beaten))
+}
+
+/// A plan with the bytes of a dry run of its whole step; none if the loader, which has the last word, refuses it.
+fn checked(plan: &Plan, system: &System, cluster: &Cluster, counter: &mut Counter) -> Option<Plan> {
+    let step = loaded(&plan.keys).and_then(|config| Job::new(config, counter)?.predict(system, cluster));
+    step.ok().map(|step| Plan { step, ..plan.clone() })
+}
+
+/// The best plan of each of `count` meshes that fit by a dry run, and the plans that do not.
+fn best_of(
+    plans: &[Plan],
+    system: &System,
+    cluster: &Cluster,
+    count: usize,
+    counter: &mut Counter,
+    progress: &mut dyn FnMut(&str, usize, usize),
+) -> (Vec<Plan>, Vec<Plan>) {
+    let (mut best, mut refused): (Vec<Plan>, Vec<Plan>) = (Vec::new(), Vec::new());
     for plan in plans.iter().filter(|plan| plan.step.fits) {
         if best.len() < count && best.iter().all(|other| other.mesh != plan.mesh) {
             progress("dry runs of the best", best.len(), count);
-            match checked(plan) {
+            match checked(plan, system, cluster, counter) {
                 Some(dry) if dry.step.fits => best.push(dry),
                 dry => refused.extend(dry),
             }
         }
     }
-    if best.is_empty() {
-        refused.extend(front.iter().rev().take(SMALLEST).filter_map(&mut checked));
-    }
-    let smaller = |a: &&Plan, b: &&Plan| a.step.memory.total_cmp(&b.step.memory);
-    let smallest = refused.iter().filter(|_| best.is_empty()).min_by(smaller).or(front.last()).cloned();
     progress("dry runs of the best", count, count);
     best.sort_by(Plan::order);
-    Ok(Found { best, front, points, too_large, smallest, plans: compared, layers: counter.layers() })
+    (best, refused)
 }
 
 /// Whether the plans found so far beat every plan of a layout: as many meshes are faster as are asked for, and one plan

@@ -1,6 +1,6 @@
 //! The search of plans.
 
-use meshwork_plan::search::{Found, Keys, search};
+use meshwork_plan::search::{Found, Keys, Plan, fastest, search};
 use meshwork_plan::table::configured;
 use meshwork_plan::{Cluster, Counter, Job, Memory, System};
 use meshwork_train::config::{Args, Config};
@@ -303,6 +303,24 @@ fn a_model_that_fits_nowhere_has_a_smallest_plan() {
     assert!(found.best.is_empty());
     let smallest = found.smallest.unwrap().step;
     assert!(!smallest.fits && found.points.iter().all(|[_, bytes]| *bytes >= smallest.memory));
+}
+
+/// The fastest plan by itself is the best one of a search, and there is none where nothing fits.
+#[test]
+fn the_fastest_plan_is_the_best_of_a_search() {
+    let system = System::known("meshwork").unwrap();
+    let mut counter = Counter::default();
+    let mut none = 0;
+    for memory in [1e4, 2e6, 3e6, 4e6, 80e9] {
+        let mut cluster = cluster();
+        cluster.card.memory = memory;
+        let best = found(&narrow(), &system, &cluster, 1, &mut counter).best.pop();
+        let alone = fastest(&narrow(), 16, &system, &cluster, &mut counter, &mut |_, _, _| {}).unwrap();
+        let told = |plan: Option<Plan>| plan.map(|plan| (plan.command("x"), plan.step));
+        none += usize::from(best.is_none());
+        assert_eq!(told(alone), told(best), "{memory}");
+    }
+    assert!((1..5).contains(&none), "{none}");
 }
 
 /// Where only offloaded states fit, they are found, and their bytes are those of a dry run.
