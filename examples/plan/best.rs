@@ -3,7 +3,7 @@
 use crate::options::Options;
 use crate::output::tell;
 use crate::picture;
-use meshwork::plan::search::{Found, Keys, Loss, Plan, assigned, fastest, model, search};
+use meshwork::plan::search::{Found, Keys, Loss, Plan, fastest, model, search};
 use meshwork::plan::table::{self, configured};
 use meshwork::plan::{Cluster, Cores, Counter, Job, PlanError, System};
 use serde_json::json;
@@ -39,7 +39,7 @@ pub fn best(options: &Options, cluster: &str) -> Result<String, PlanError> {
     let cluster = options.cards.map_or(Ok(cluster.clone()), |cards| cluster.of_cards(cards))?;
     let cluster = options.processes.map_or(Ok(cluster.clone()), |processes| cluster.over(processes))?;
     let system = System::known(options.system.as_deref().unwrap_or_else(|| cluster.system()))?.on(&cluster);
-    let given = keys(options)?;
+    let given = options.keys()?;
     if options.one {
         return one(&given, &system, &cluster);
     }
@@ -204,12 +204,6 @@ pub fn read(name: &str) -> Result<Cluster, PlanError> {
             Cluster::from_toml(name, &text)
         }
     }
-}
-
-/// The keys that the search keeps.
-fn keys(options: &Options) -> Result<Keys, PlanError> {
-    let preset = options.preset.iter().map(|name| format!("model.preset={name}"));
-    preset.chain(options.set.iter().cloned()).map(|text| assigned(&text)).collect()
 }
 
 /// 4M is 4 · 1024², as models of powers of two are trained.

@@ -1,6 +1,8 @@
 //! The command line.
 
 use clap::Parser;
+use meshwork::plan::PlanError;
+use meshwork::plan::search::{Keys, assigned};
 use std::path::PathBuf;
 
 /// Predicts training: which mesh is the fastest on a cluster, what published runs take, how often to save.
@@ -26,13 +28,14 @@ pub struct Options {
     #[arg(long, value_name = "N", requires = "cluster")]
     pub processes: Option<usize>,
     /// Short for --set model.preset=NAME
-    #[arg(long, value_name = "NAME", requires = "cluster")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["measure", "errors", "fit", "goodput"])]
     pub preset: Option<String>,
     /// Tokens of a step: a number, or with K (1024) or M (1024²). Sequences are whole
     #[arg(long, value_name = "TOKENS", requires = "cluster", default_value = "4M")]
     pub tokens_per_batch: String,
-    /// A key of the configuration that the search keeps, such as memory.recompute=full or parallelism.tp=8
-    #[arg(long, value_name = "section.key=value", requires = "cluster")]
+    /// A key of the configuration that the search keeps, such as memory.recompute=full or parallelism.tp=8; with
+    /// --table one that all rows have where no column says it
+    #[arg(long, value_name = "section.key=value", conflicts_with_all = ["measure", "errors", "fit", "goodput"])]
     pub set: Vec<String>,
     /// Write a picture of a search or of --goodput to FILE.html, and FILE.svg beside it
     #[arg(long, value_name = "FILE.html", conflicts_with_all = ["table", "errors", "fit"])]
@@ -77,6 +80,12 @@ impl Options {
     /// The system that trains, where no cluster says which.
     pub fn system(&self) -> &str {
         self.system.as_deref().unwrap_or("meshwork")
+    }
+
+    /// The keys of --preset and --set.
+    pub fn keys(&self) -> Result<Keys, PlanError> {
+        let preset = self.preset.iter().map(|name| format!("model.preset={name}"));
+        preset.chain(self.set.iter().cloned()).map(|text| assigned(&text)).collect()
     }
 }
 

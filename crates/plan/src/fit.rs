@@ -2,6 +2,7 @@
 
 use crate::count::Counter;
 use crate::error::{PlanError, named};
+use crate::plan::Keys;
 use crate::system::{Constants, System};
 use crate::table::{Row, Table};
 
@@ -65,7 +66,7 @@ fn read(files: &[(String, Vec<String>)], system: &System, counter: &mut Counter)
         let text = named("file", &PUBLISHED, file)?;
         for name in tables {
             let table = Table::from_toml(file, text, name)?;
-            let rows = table.rows(name, system, counter)?.into_iter().collect::<Result<_, _>>()?;
+            let rows = table.rows(name, &Keys::new(), system, counter)?.into_iter().collect::<Result<_, _>>()?;
             all.push(Published { name: name.clone(), rows });
         }
     }

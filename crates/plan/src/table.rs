@@ -3,6 +3,7 @@
 use crate::cluster::Cluster;
 use crate::count::Counter;
 use crate::error::PlanError;
+use crate::plan::Keys;
 use crate::predict::{Job, Prediction};
 use crate::system::{System, ZERO_STAGE};
 use meshwork_train::config::Config;
@@ -44,6 +45,53 @@ const MODELS: [(&str, [usize; 3]); 9] = [
     ("70b", [8192, 80, 64]),
 ];
 
+/// A column with whole numbers.
+struct Column {
+    /// The names that tables have for it. The first one is its name in errors, and counts where a table has several.
+    names: &'static [&'static str],
+    /// The key of a configuration that it sets; empty for a number that others follow from.
+    key: &'static str,
+}
+
+const COLUMNS: [Column; 18] = [
+    Column::new("", &["gpus", "cards", "num_gpus"]),
+    Column::new("training.global_batch_size", &["global_batch", "gbs", "global_batch_size"]),
+    Column::new("training.micro_batch_size", &["micro_batch", "mbs", "microbatch", "micro_batch_size"]),
+    Column::new("", &["batch_per_dp"]),
+    Column::new("", &["micro_batches", "microbatches", "num_microbatches", "grad_accum"]),
+    Column::new("model.seq_len", &["seq", "seq_len"]),
+    Column::new("model.hidden_size", &["hidden", "hidden_size", "d_model"]),
+    Column::new("model.num_layers", &["layers", "num_layers", "n_layers"]),
+    Column::new("model.num_heads", &["heads", "num_heads", "n_heads"]),
+    Column::new("model.num_kv_heads", &["kv_heads", "num_kv_heads"]),
+    Column::new("model.ffn_hidden_size", &["ffn", "ffn_hidden_size"]),
+    Column::new("model.vocab_size", &["vocab", "vocab_size"]),
+    Column::new("parallelism.dp", &["dp"]),
+    Column::new("parallelism.tp", &["tp"]),
+    Column::new("parallelism.pp", &["pp", "stages"]),
+    Column::new("parallelism.cp", &["cp"]),
+    Column::new("parallelism.ep", &["ep"]),
+    Column::new("pipeline.virtual_stages", &["vp", "virtual_stages"]),
+];
+
+/// Columns without which no row is predicted, beside those of the model's sizes.
+const NEEDED: [&str; 4] = ["gpus", "global_batch", "micro_batch", "seq"];
+
+/// Columns in place of which a table may name the model.
+const SIZES: [&str; 3] = ["hidden", "layers", "heads"];
+
+const PRESET: &str = "model.preset";
+
+impl Column {
+    const fn new(key: &'static str, names: &'static [&'static str]) -> Self {
+        Self { names, key }
+    }
+
+    fn of(name: &str) -> Option<&'static Self> {
+        COLUMNS.iter().find(|column| column.names[0] == name)
+    }
+}
+
 impl Table {
     /// Reads the table of this name from the text of a file.
     ///
@@ -75,90 +123,109 @@ impl Table {
         }
     }
 
-    /// The rows as a system runs them. A row that cannot be predicted has the reason.
+    /// The rows as a system runs them, with the keys of `given` where the table has no column for them. A row that
+    /// cannot be predicted has the reason.
     ///
     /// # Errors
     /// A system without a cluster.
     pub fn rows(
         &self,
         name: &str,
+        given: &Keys,
         system: &System,
         counter: &mut Counter,
     ) -> Result<Vec<Result<Row, PlanError>>, PlanError> {
         let cluster = system.cluster(&self.title)?;
-        Ok(self.rows.iter().enumerate().map(|(at, _)| self.row(name, at, system, &cluster, counter)).collect())
+        Ok((0..self.rows.len()).map(|at| self.row(name, at, given, system, &cluster, counter)).collect())
+    }
+
+    /// The value of a row in the column of this name, or of a synonym.
+    fn cell(&self, at: usize, name: &str) -> Option<&toml::Value> {
+        let names = Column::of(name).map_or(std::slice::from_ref(&name), |column| column.names);
+        let place = names.iter().find_map(|name| self.columns.iter().position(|column| column == name))?;
+        Some(&self.rows[at][place])
     }
 
     fn row(
         &self,
         name: &str,
         at: usize,
+        given: &Keys,
         system: &System,
         cluster: &Cluster,
         counter: &mut Counter,
     ) -> Result<Row, PlanError> {
         let refuse = |problem: String| PlanError::Row { table: name.to_owned(), row: at, problem };
-        let cells: BTreeMap<&str, &toml::Value> = self.columns.iter().map(String::as_str).zip(&self.rows[at]).collect();
-        let whole = |column: &str| -> Result<Option<usize>, PlanError> {
-            match cells.get(column) {
-                None => Ok(None),
-                Some(value) if value.as_str() == Some("na") => Ok(None),
-                Some(value) => {
-                    let number = value.as_integer().and_then(|number| usize::try_from(number).ok());
-                    let number = number.filter(|&number| number > 0);
-                    number
-                        .map(Some)
-                        .ok_or_else(|| refuse(format!("{column} = {value}: use a whole number of at least 1")))
-                }
+        let text = |column: &str| self.cell(at, column).and_then(toml::Value::as_str);
+        if let Some(precision) = text("precision")
+            && precision.to_ascii_lowercase().contains("fp8")
+        {
+            return Err(refuse(format!("precision = {precision:?}: only products in bf16 are predicted")));
+        }
+        let mut numbers: BTreeMap<&str, usize> = BTreeMap::new();
+        for column in &COLUMNS {
+            let value = match self.cell(at, column.names[0]).filter(|value| value.as_str() != Some("na")) {
+                None => given.get(column.key),
+                value => value,
+            };
+            if let Some(value) = value {
+                let number =
+                    value.as_integer().and_then(|number| usize::try_from(number).ok()).filter(|&number| number > 0);
+                let problem = || refuse(format!("{} = {value}: use a whole number of at least 1", column.names[0]));
+                numbers.insert(column.names[0], number.ok_or_else(problem)?);
             }
-        };
-        let needed = |column: &str| whole(column)?.ok_or_else(|| refuse(format!("it lacks the column {column}")));
-        let [hidden, layers, heads] = match cells.get("model").and_then(|model| model.as_str()) {
-            Some(model) => {
-                MODELS.iter().find(|(known, _)| *known == model).map(|(_, sizes)| *sizes).ok_or_else(|| {
-                    let known: Vec<&str> = MODELS.iter().map(|(name, _)| *name).collect();
-                    refuse(format!("model = {model:?} is not known; known: {}", known.join(", ")))
-                })?
-            }
-            None => [needed("hidden")?, needed("layers")?, needed("heads")?],
-        };
-        let (gpus, batch, micro, seq) =
-            (needed("gpus")?, needed("global_batch")?, needed("micro_batch")?, needed("seq")?);
-        let [tp, pp, cp] = ["tp", "pp", "cp"].map(|axis| whole(axis).map(|degree| degree.unwrap_or(1)));
-        let (tp, pp, cp) = (tp?, pp?, cp?);
-        let dp = whole("dp")?.unwrap_or(gpus / (tp * pp * cp).max(1));
+        }
+        numbers.retain(|name, number| *name != "vp" || *number > 1);
+        let degree = |axis: &str| numbers.get(axis).copied().unwrap_or(1);
+        let [tp, pp, cp] = ["tp", "pp", "cp"].map(degree);
+        if let Some(&gpus) = numbers.get("gpus") {
+            numbers.entry("dp").or_insert(gpus / (tp * pp * cp));
+        }
+        // A batch may be told by its parts.
+        let part = |name: &str| numbers.get(name).copied();
+        let parts = part("batch_per_dp").or_else(|| Some(part("micro_batches")? * part("micro_batch")?));
+        if let Some(batch) = parts.zip(part("dp")).map(|(of_rank, dp)| of_rank * dp) {
+            numbers.entry("global_batch").or_insert(batch);
+        }
+        let (preset, model) = (given.contains_key(PRESET), text("model"));
+        let needed = NEEDED.iter().chain(if preset || model.is_some() { &[][..] } else { &SIZES });
+        let lacking: Vec<&Column> =
+            needed.filter(|name| !numbers.contains_key(*name)).filter_map(|name| Column::of(name)).collect();
+        if !lacking.is_empty() {
+            return Err(refuse(lacks(&lacking)));
+        }
+        // Where the sizes are told, the model is but a name.
+        let told = preset || SIZES.iter().all(|size| numbers.contains_key(size));
+        if let Some(model) = model.filter(|_| !told) {
+            let (_, known) = MODELS.iter().find(|(known, _)| *known == model).ok_or_else(|| {
+                let known: Vec<&str> = MODELS.iter().map(|(name, _)| *name).collect();
+                let known = known.join(", ");
+                refuse(format!("model = {model:?} is not known, nor are its {}; known: {known}", SIZES.join(", ")))
+            })?;
+            numbers.extend(SIZES.into_iter().zip(*known));
+        }
+        let [gpus, batch, micro, dp] =
+            ["gpus", "global_batch", "micro_batch", "dp"].map(|name| numbers.get(name).copied().unwrap_or(1));
         if dp * tp * pp * cp != gpus {
             return Err(refuse(format!("dp={dp}, tp={tp}, pp={pp} and cp={cp} are not {gpus} cards")));
         }
         if !batch.is_multiple_of(dp * micro) {
             return Err(refuse(format!("a batch of {batch} is no multiple of dp={dp} micro-batches of {micro}")));
         }
-        let [vocabulary, multiple] = system.vocabulary;
-        let vocabulary = match whole("vocab")? {
-            Some(given) => given,
-            None if tp > 1 => vocabulary.next_multiple_of(multiple * tp),
-            None => vocabulary,
-        };
-        let mut keys = system.keys_of(dp * cp);
-        let mut set = |key: &str, value: usize| _ = keys.insert(key.to_owned(), toml::Value::Integer(value as i64));
-        set("training.steps", 0); // nothing runs here, so any number of ranks will do
-        set("model.vocab_size", vocabulary);
-        set("model.num_layers", layers);
-        set("model.hidden_size", hidden);
-        set("model.num_heads", heads);
-        set("model.seq_len", seq);
-        set("parallelism.dp", dp);
-        set("parallelism.tp", tp);
-        set("parallelism.pp", pp);
-        set("parallelism.cp", cp);
-        set("training.global_batch_size", batch);
-        set("training.micro_batch_size", micro);
-        let chunks = whole("vp")?.unwrap_or(1);
-        if chunks > 1 {
-            set("pipeline.virtual_stages", chunks);
-            keys.insert("pipeline.schedule".into(), "interleaved_1f1b".into());
+        if !preset {
+            let [vocabulary, multiple] = system.vocabulary;
+            let padded = if tp > 1 { vocabulary.next_multiple_of(multiple * tp) } else { vocabulary };
+            numbers.entry("vocab").or_insert(padded);
         }
-        if let Some(sharding) = cells.get("sharding").and_then(|value| value.as_str()) {
+        let mut keys: Keys = system.keys_of(dp * cp).into_iter().chain(given.clone()).collect();
+        keys.insert("training.steps".into(), 0.into()); // nothing runs here, so any number of ranks will do
+        for column in COLUMNS.iter().filter(|column| !column.key.is_empty()) {
+            keys.extend(numbers.get(column.names[0]).map(|&number| (column.key.to_owned(), (number as i64).into())));
+        }
+        if numbers.contains_key("vp") {
+            keys.entry("pipeline.schedule".into()).or_insert("interleaved_1f1b".into());
+        }
+        if let Some(sharding) = text("sharding") {
             let stage = match sharding {
                 "FULL_SHARD" => 3,
                 "SHARD_GRAD_OP" => 2,
@@ -170,28 +237,20 @@ impl Table {
             let stage = if dp * cp > 1 { stage } else { 0 };
             keys.insert(ZERO_STAGE.into(), toml::Value::Integer(stage));
         }
-        for (column, key) in [("kv_heads", "model.num_kv_heads"), ("ffn", "model.ffn_hidden_size")] {
-            keys.extend(whole(column)?.map(|value| (key.to_owned(), toml::Value::Integer(value as i64))));
-        }
         let texts = [("kind", "model.kind"), ("recompute", "memory.recompute"), ("schedule", "pipeline.schedule")];
         for (column, key) in texts {
-            keys.extend(cells.get(column).map(|&value| (key.to_owned(), value.clone())));
+            keys.extend(self.cell(at, column).map(|value| (key.to_owned(), value.clone())));
         }
-        if let Some(value) = cells.get("activation_checkpointing") {
+        if let Some(value) = self.cell(at, "activation_checkpointing") {
             let word = if value.as_bool() == Some(true) || value.as_str() == Some("True") { "full" } else { "none" };
             keys.insert("memory.recompute".into(), word.into());
-        }
-        if let Some(precision) = cells.get("precision").and_then(|value| value.as_str())
-            && precision.to_ascii_lowercase().contains("fp8")
-        {
-            return Err(refuse(format!("precision = {precision:?}: only products in bf16 are predicted")));
         }
         let hosts = gpus.div_ceil(cluster.cards_per_host);
         let job = Job::new(configured(&keys)?, counter)?;
         let number = |column: &str| {
-            cells.get(column).and_then(|value| value.as_float().or(value.as_integer().map(|whole| whole as f64)))
+            self.cell(at, column).and_then(|value| value.as_float().or(value.as_integer().map(|whole| whole as f64)))
         };
-        let tokens = (batch * seq) as f64;
+        let tokens = (batch * job.config.model.seq_len) as f64;
         let measured = number("iteration_ms")
             .map(|ms| ms / 1e3)
             .or(number("iteration_s"))
@@ -200,6 +259,18 @@ impl Table {
             .or(number("tflop_s_gpu").map(|speed| job.model_flops / (1e12 * speed * gpus as f64)));
         Ok(Row { job, cluster: Cluster { hosts, ..cluster.clone() }, measured })
     }
+}
+
+/// What a row lacks, with the names of the columns, and the keys that stand for them.
+fn lacks(columns: &[&Column]) -> String {
+    let named = columns.iter().map(|column| format!("{} (or {})", column.names[0], column.names[1..].join(", ")));
+    let keys: Vec<String> = columns
+        .iter()
+        .filter(|column| !column.key.is_empty())
+        .map(|column| format!("--set {}=N", column.key))
+        .collect();
+    let instead = if keys.is_empty() { String::new() } else { format!("; for all rows: {}", keys.join(" ")) };
+    format!("no column says {}{instead}", named.collect::<Vec<_>>().join(", "))
 }
 
 /// A configuration of keys such as `model.num_layers`.

@@ -12,6 +12,7 @@ mod race;
 mod search;
 
 use meshwork_plan::fit::{errors, fit, half, published};
+use meshwork_plan::search::Keys;
 use meshwork_plan::table::{Table, configured};
 use meshwork_plan::{Cluster, Counter, Job, Prediction, System};
 use std::collections::BTreeMap;
@@ -200,13 +201,56 @@ fn thousands_of_cards_are_predicted() {
     let columns = "columns = ['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'tp', 'pp']";
     let rows = "[4096, 1024, 1, 1024, 16, 16, 512, 8, 8], [16384, 4096, 1, 1024, 16, 16, 512, 8, 8]";
     let table = Table::from_toml("x", &format!("[table.a]\n{columns}\nrows = [{rows}]"), "a").unwrap();
-    let rows = table.rows("a", &system, &mut Counter::default()).unwrap();
+    let rows = table.rows("a", &Keys::new(), &system, &mut Counter::default()).unwrap();
     let [some, many] = [0, 1].map(|at| {
         let row = rows[at].as_ref().unwrap();
         row.job.predict(&system, &row.cluster).unwrap()
     });
     assert!(many.seconds >= some.seconds && many.seconds < 1.05 * some.seconds, "{} {}", many.seconds, some.seconds);
     assert_eq!(many.memory, some.memory);
+}
+
+/// Tables have other names for a column, and tell a batch by its parts; keys that are given stand for columns that they
+/// lack, and for no others. A row that lacks something says all of it, and what may stand there.
+#[test]
+fn columns_have_synonyms() {
+    let rows = |columns: &str, row: &str, given: &[(&str, i64)]| {
+        let table =
+            Table::from_toml("runs.toml", &format!("[table.a]\ncolumns = {columns}\nrows = [{row}]"), "a").unwrap();
+        let given = given.iter().map(|&(key, value)| (key.to_owned(), value.into())).collect();
+        table.rows("a", &given, &System::known("meshwork").unwrap(), &mut Counter::default()).unwrap().remove(0)
+    };
+    let columns = "['gpus', 'global_batch', 'micro_batch', 'hidden', 'heads', 'layers', 'seq', 'pp']";
+    let config =
+        |row: Result<meshwork_plan::table::Row, meshwork_plan::PlanError>| format!("{:?}", row.unwrap().job.config());
+    let plain = config(rows(columns, "[8, 16, 2, 128, 4, 2, 64, 2]", &[]));
+    let others = [
+        (
+            "['num_gpus', 'gbs', 'mbs', 'd_model', 'n_heads', 'num_layers', 'seq_len', 'stages']",
+            "[8, 16, 2, 128, 4, 2, 64, 2]",
+        ),
+        (
+            "['gpus', 'batch_per_dp', 'microbatch', 'hidden', 'heads', 'layers', 'seq', 'pp']",
+            "[8, 4, 2, 128, 4, 2, 64, 2]",
+        ),
+        ("['gpus', 'microbatches', 'mbs', 'hidden', 'heads', 'layers', 'seq', 'pp']", "[8, 2, 2, 128, 4, 2, 64, 2]"),
+        // A name of its own counts, also where the sizes say what model it is.
+        (
+            "['model', 'gpus', 'gbs', 'mbs', 'hidden', 'heads', 'layers', 'seq', 'pp', 'global_batch']",
+            "['22B', 8, 1, 2, 128, 4, 2, 64, 2, 16]",
+        ),
+    ];
+    for (columns, row) in others {
+        assert_eq!(config(rows(columns, row, &[])), plain, "{columns}");
+    }
+    let given = [("training.micro_batch_size", 2), ("model.seq_len", 64), ("model.num_layers", 7)];
+    let short = "['gpus', 'gbs', 'hidden', 'heads', 'layers', 'pp']";
+    assert_eq!(config(rows(short, "[8, 16, 128, 4, 2, 2]", &given)), plain);
+    assert_eq!(
+        rows(short, "[8, 16, 128, 4, 2, 2]", &[]).unwrap_err().to_string(),
+        "a, row 0: no column says micro_batch (or mbs, microbatch, micro_batch_size), seq (or seq_len); \
+         for all rows: --set training.micro_batch_size=N --set model.seq_len=N"
+    );
 }
 
 /// A system that shares out states runs on one card too, where there is nobody to share them with.
@@ -219,7 +263,7 @@ fn one_card_shares_nothing_out() {
         let table = Table::from_toml("runs.toml", &text, "a").unwrap();
         for name in System::names() {
             let system = System::known(name).unwrap();
-            for row in table.rows("a", &system, &mut Counter::default()).unwrap() {
+            for row in table.rows("a", &Keys::new(), &system, &mut Counter::default()).unwrap() {
                 assert!(
                     row.unwrap().job.predict(&system, &Cluster::known("dgx-a100").unwrap()).unwrap().fits,
                     "{name}"
@@ -240,7 +284,13 @@ fn a_table_that_is_wrong_is_refused() {
         let text = format!("[table.a]\n{columns}\nrows = [{row}]");
         let table = Table::from_toml("runs.toml", &text, "a").unwrap();
         let system = System::known("meshwork").unwrap();
-        table.rows("a", &system, &mut Counter::default()).unwrap().remove(0).map(|_| ()).unwrap_err().to_string()
+        table
+            .rows("a", &Keys::new(), &system, &mut Counter::default())
+            .unwrap()
+            .remove(0)
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(fault("[8, 16, 1, 128, 4, 2, 64, 2, 2, 1]"), "a, row 0: dp=2, tp=2, pp=1 and cp=1 are not 8 cards");
     assert_eq!(
