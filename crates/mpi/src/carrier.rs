@@ -2,6 +2,7 @@
 
 use crate::block::Block;
 use crate::ground::Claim;
+use crate::lookout::Source;
 use crate::native::Natives;
 use crate::packet::Bytes;
 
@@ -35,6 +36,9 @@ pub(crate) trait Carrier<T>: Send {
 
     /// What has happened since the last poll. Whether there was anything.
     fn poll(&mut self, event: &mut dyn FnMut(Event<T>)) -> bool;
+
+    /// How a thread sleeps until there is something to poll.
+    fn source(&self) -> Source;
 
     /// Whether messages are under way, in either direction, that this process must wait for.
     fn is_busy(&self) -> bool;

@@ -21,8 +21,8 @@ use crate::cells::Cells;
 use crate::flight::{Course, Flight, Messages, Outgoing, Place};
 use crate::ground::{Claim, Ground};
 use crate::judge::{Bench, SILENCE, To};
+use crate::lookout::Ring;
 use crate::packet::{Arrival, Body, Head, Judge, Key, Part, Tell, What};
-use crate::pause::Pause;
 use crate::port::{Hosts, Inbox, Landing, Port, Station};
 
 /// How long a rank waits before it tells the judge.
@@ -30,9 +30,6 @@ const PATIENCE: Duration = Duration::from_millis(15);
 
 /// How often a rank that waits tells the judge again, if nothing has changed.
 const AGAIN: Duration = Duration::from_secs(1);
-
-/// The longest sleep of a rank that waits on a core of its own: so late it may be.
-const LONGEST_SLEEP: Duration = Duration::from_micros(200);
 
 /// Blocks of memory kept for parts of sums.
 const SCRATCH: usize = 32;
@@ -179,7 +176,7 @@ impl Endpoint {
         let all = Cells::new((0..hosts.ranks).map(|rank| hosts.process_of(rank)));
         let endpoint = Arc::new(Endpoint {
             port: port.clone(),
-            inbox: Arc::default(),
+            inbox: Arc::new(Inbox::new(&port.lookout)),
             world,
             rank,
             name: name.into(),
@@ -273,19 +270,20 @@ impl Endpoint {
         if let Some((fault, _)) = &state.fault {
             return Err(CommError::Stopped { site, fault: fault.clone() });
         }
-        let mut flight = Flight::new(key, site.clone(), course, call)?;
+        let mut flight = Flight::new(key, site.clone(), course, call, Ring::of(&self.inbox.bell))?;
         if flight.is_native() {
             self.port.announce((self.world, group.id), seq);
         }
         let first = flight.begin(&mut |bytes| scratch_of(&mut state.scratch, bytes));
         self.ship(&mut state.landings, &mut flight, first);
         state.flights.insert(key, flight);
+        self.inbox.bell.fly(state.flights.len());
         if !state.early.is_empty() {
             for (part, body) in state.early.remove(&key).unwrap_or_default() {
                 self.part(&mut state, part, body);
             }
         }
-        self.go_on(&mut state);
+        self.advance_in(&mut state);
         Ok((key, site))
     }
 
@@ -311,7 +309,7 @@ impl Endpoint {
     fn advance_in(&self, state: &mut State) -> bool {
         let mut any = false;
         loop {
-            let Some(arrival) = lock(&self.inbox).pop_front() else { break };
+            let Some(arrival) = self.inbox.next() else { break };
             any = true;
             match arrival {
                 Arrival::Part(_, body) if state.fault.is_some() => self.port.discard(body),
@@ -416,6 +414,7 @@ impl Endpoint {
         }
         if is_over {
             flights.retain(|_, flight| !(flight.detached && flight.is_done()));
+            self.inbox.bell.fly(flights.len());
         }
     }
 
@@ -494,6 +493,7 @@ impl Endpoint {
     /// Drops what is under way. Memory that messages still use lives until they are over.
     fn stop(&self, state: &mut State) {
         state.flights.clear();
+        self.inbox.bell.fly(0);
         let early = std::mem::take(&mut state.early).into_values().flatten();
         early.chain(std::mem::take(&mut state.later)).for_each(|(_, body)| self.port.discard(body));
         state.scratch.clear();
@@ -501,13 +501,14 @@ impl Endpoint {
 
     /// Blocks until an operation is over. Meanwhile this thread moves the messages of the process.
     pub(crate) fn wait(&self, key: Key, site: &Site) -> Result<Buffer, CommError> {
-        let _driving = self.port.drivers.enter();
         if let Some(result) = self.finished(&mut self.lock(), key, site) {
             return result;
         }
+        let bell = &self.inbox.bell;
         let result = yield_core(|| {
-            let (mut pause, mut number) = (Pause::of_rank(self.port.sleep(LONGEST_SLEEP)), None);
+            let (_waiting, mut pause, mut number) = (bell.enter(), self.port.lookout.pause(), None);
             loop {
+                let heard = bell.heard();
                 let mut any = self.port.poll();
                 let mut state = self.lock();
                 any |= self.advance_in(&mut state);
@@ -525,7 +526,7 @@ impl Endpoint {
                     self.tell_wait(&mut state, number);
                 }
                 drop(state);
-                pause.rest();
+                self.port.rest(bell, heard, &mut pause);
             }
         });
         self.beat();
@@ -538,8 +539,7 @@ impl Endpoint {
         if done() {
             return Ok(());
         }
-        let _driving = self.port.drivers.enter();
-        let (mut pause, mut number) = (Pause::of_rank(self.port.sleep(LONGEST_SLEEP)), None);
+        let (_waiting, mut pause, mut number) = (self.inbox.bell.enter(), self.port.lookout.pause(), None);
         let result = loop {
             let mut any = self.port.poll();
             let mut state = self.lock();
@@ -578,7 +578,9 @@ impl Endpoint {
     /// The result of an operation that is over; of an unfinished one the fault, if there is one.
     fn finished(&self, state: &mut State, key: Key, site: &Site) -> Option<Result<Buffer, CommError>> {
         if !state.found && state.flights.get(&key).is_some_and(Flight::is_done) {
-            return state.flights.remove(&key).map(|flight| Ok(flight.into_result()));
+            let flight = state.flights.remove(&key);
+            self.inbox.bell.fly(state.flights.len());
+            return flight.map(|flight| Ok(flight.into_result()));
         }
         let stopped = |fault: &Arc<Fault>| CommError::Stopped { site: site.clone(), fault: fault.clone() };
         if let Some((fault, _)) = &state.fault {
@@ -655,7 +657,9 @@ impl Endpoint {
 
     /// Whether a wait for an operation would return at once.
     pub(crate) fn is_finished(&self, key: Key) -> bool {
-        self.port.poll();
+        if self.port.poll() {
+            self.port.lookout.call_if_unattended();
+        }
         let mut state = self.lock();
         self.advance_in(&mut state);
         state.flights.get(&key).is_none_or(Flight::is_done)
@@ -783,9 +787,10 @@ impl Endpoint {
 
     /// Waits until all ranks have ended, and after a fault at most for the timeout: how they did.
     pub(crate) fn wait_for_ends(&self) -> Ended {
-        let (_driving, begun, mut pause) =
-            (self.port.drivers.enter(), Instant::now(), Pause::of_rank(self.port.sleep(LONGEST_SLEEP)));
+        let bell = &self.inbox.bell;
+        let (_waiting, begun, mut pause) = (bell.enter(), Instant::now(), self.port.lookout.pause());
         loop {
+            let heard = bell.heard();
             let any = self.port.poll();
             let mut state = self.lock();
             if self.advance_in(&mut state) || any {
@@ -809,7 +814,7 @@ impl Endpoint {
                 None => {}
             }
             drop(state);
-            pause.rest();
+            self.port.rest(bell, heard, &mut pause);
         }
     }
 }
@@ -824,8 +829,10 @@ impl Station for Endpoint {
     }
 
     fn advance(&self) -> bool {
-        // A rank that waits does it itself.
-        let Ok(mut state) = self.state.try_lock() else { return false };
+        if self.inbox.bell.is_waiting() {
+            return false;
+        }
+        let mut state = self.lock();
         let any = self.advance_in(&mut state);
         self.with_bench(&mut state, |bench, say| bench.tick(say));
         any
@@ -840,7 +847,7 @@ impl Station for Endpoint {
 fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
     let what = What::Tell(Tell::Missing { rank, how: how.clone() });
     let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
-    lock(&fork.inbox).push_back(Arrival::Told(Box::new(head)));
+    fork.inbox.put(Arrival::Told(Box::new(head)));
 }
 
 fn hash_of((name, ranks): &Named) -> u64 {

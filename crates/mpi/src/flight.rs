@@ -14,8 +14,9 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::cells::{Cells, Nodes, element_of};
 use crate::ground::{Claim, Ground};
+use crate::lookout::Ring;
 use crate::native::{Reduction, Sum};
-use crate::packet::{Body, Bytes, Key, Says};
+use crate::packet::{Body, Bytes, Key, Says, Used};
 use crate::plan::{Dest, Plan, Source, Step, Then};
 
 /// Lanes of a reduction whose parts may arrive at the same time: the others wait at their senders.
@@ -56,6 +57,8 @@ pub(crate) struct Flight {
     pub(crate) course: Arc<Course>,
     input: Option<Arc<Buffer>>,
     output: Option<Ground>,
+    /// Of the rank, when a message has let go of either.
+    ring: Ring,
     units: SmallVec<[Unit; 2]>,
     /// Units that are not over.
     open: SmallVec<[usize; 2]>,
@@ -202,7 +205,13 @@ impl Course {
 }
 
 impl Flight {
-    pub(crate) fn new(key: Key, site: Site, course: Arc<Course>, call: Call) -> Result<Flight, BufferError> {
+    pub(crate) fn new(
+        key: Key,
+        site: Site,
+        course: Arc<Course>,
+        call: Call,
+        ring: Ring,
+    ) -> Result<Flight, BufferError> {
         let input = call.input.map(|input| input.as_bytes().map(drop).map(|()| Arc::new(input))).transpose()?;
         let output = call.output.map(Ground::new).transpose()?;
         let unit = |way: &Way| Unit {
@@ -215,19 +224,35 @@ impl Flight {
         };
         let (units, open) = (course.units.iter().map(unit).collect(), course.plan.order().collect());
         let (told, heard, sums) = (Members::default(), Members::default(), course.sums.clone());
-        Ok(Flight { key, site, course, input, output, units, open, sums, summing: 0, told, heard, detached: false })
+        Ok(Flight {
+            key,
+            site,
+            course,
+            input,
+            output,
+            ring,
+            units,
+            open,
+            sums,
+            summing: 0,
+            told,
+            heard,
+            detached: false,
+        })
     }
 
     /// The bytes that are sent; `None` while they are in use.
     fn bytes(&self, unit: usize, source: &Source) -> Option<Bytes> {
         let output = |range: &Range<usize>| match range.is_empty() {
             true => Some(Bytes::None),
-            false => Some(Bytes::Claim(Arc::new(self.output.as_ref()?.claim(range.clone())?))),
+            false => Some(Bytes::Claim(Used::new(Arc::new(self.output.as_ref()?.claim(range.clone())?), &self.ring))),
         };
         match (source, &self.input) {
             (Source::Nothing, _) => Some(Bytes::None),
             (Source::Input(range), _) if range.is_empty() => Some(Bytes::None),
-            (Source::Input(range), Some(input)) => Some(Bytes::Input(input.clone(), range.start, range.end)),
+            (Source::Input(range), Some(input)) => {
+                Some(Bytes::Input(Used::new(input.clone(), &self.ring), range.start, range.end))
+            }
             (Source::Input(range) | Source::Output(range), _) => output(range),
             (Source::Outputs(ranges), _) if ranges.len() == 1 => output(&ranges[0]),
             (Source::Outputs(ranges), _) => {
@@ -250,7 +275,9 @@ impl Flight {
     pub(crate) fn native<T>(&self, world: u64, what: T) -> Option<Sum<T>> {
         let summed = self.course.plan.native()?;
         let into = self.output.as_ref()?.claim_all()?;
-        let all = |input: &Arc<Buffer>| Bytes::Input(input.clone(), 0, input.count() * input.dtype().size());
+        let all = |input: &Arc<Buffer>| {
+            Bytes::Input(Used::new(input.clone(), &self.ring), 0, input.count() * input.dtype().size())
+        };
         let input = self.input.as_ref().filter(|_| summed.scatters).map(all);
         Some(Sum { group: (world, self.key.group), seq: self.key.seq, summed, input, into, what })
     }
@@ -324,7 +351,11 @@ impl Flight {
         let course = self.course.clone();
         let Some((place, step, dest)) = self.awaits(&course, number, from) else { return };
         if let Dest::Sums(nodes) = dest {
-            self.units[number].parts.push((step, nodes.clone(), Body::Near(Bytes::Claim(Arc::new(claim)))));
+            self.units[number].parts.push((
+                step,
+                nodes.clone(),
+                Body::Near(Bytes::Claim(Used::new(Arc::new(claim), &Ring::default()))),
+            ));
         }
         self.arrived(number, place, step);
     }
@@ -440,7 +471,7 @@ impl Flight {
                     }
                     (rest, parts) = (others, more);
                 }
-                Some((nodes.clone(), Bytes::Claim(Arc::new(into))))
+                Some((nodes.clone(), Bytes::Claim(Used::new(Arc::new(into), &self.ring))))
             }
         };
         let unit = &mut self.units[number];
@@ -535,7 +566,7 @@ mod tests {
             let info = call.info(&ranks);
             let site = Site { group: "world".into(), group_id: 0, world_rank: me, seq: 0, op: Some(info.clone()) };
             let course = Course::new(&call, (info, None), ranks.clone(), (me, cells.clone()), Reduction::Tree);
-            Flight::new(key, site, Arc::new(course), call).unwrap()
+            Flight::new(key, site, Arc::new(course), call, Ring::default()).unwrap()
         };
         let mut flights: Vec<Flight> = calls.into_iter().enumerate().map(flight).collect();
         let mut scratch = |bytes| Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim_first(bytes);

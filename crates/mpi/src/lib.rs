@@ -11,12 +11,14 @@
 //! ```
 //!
 //! - **A rank that waits moves the messages of its process itself**, so that none is late; while all ranks compute, one
-//!   thread does, which sleeps most of the time. A rank that waits yields, then sleeps.
+//!   thread does. Over TCP that thread sleeps until a connection has something, MPI has to be asked. The other ranks
+//!   that wait sleep until something arrives for them: see the module `lookout`.
 //! - **Every collective is our own, over messages between two processes**, whatever the library: sums are those of the
 //!   balanced tree, and have the bits of [threads](meshwork_core::comm::thread). The first message of a member of a
 //!   collective to another one says what it does, so ranks in different operations are found where they meet.
 //! - **What ranks of a process have in common leaves it once**: they add up, and hand on, through memory.
 //! - **Operations own their memory**: large messages are written into the output, and sent from the input, in place.
+//!   Without MPI a process reads them from the memory of another one of its host: see the module `neighbour`.
 //! - **Without MPI** connections over TCP carry the same messages: see [`Meeting`].
 //! - **Faults** have the words of threads: see the module `judge`.
 //!
@@ -34,8 +36,10 @@ mod ground;
 mod judge;
 mod library;
 mod life;
+mod lookout;
 mod meeting;
 mod native;
+mod neighbour;
 mod packet;
 mod pause;
 mod plan;
@@ -43,6 +47,7 @@ mod port;
 mod runtime;
 mod sockets;
 mod stream;
+mod watch;
 mod wire;
 
 pub use error::MpiError;

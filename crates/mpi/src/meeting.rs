@@ -51,7 +51,7 @@ struct Hello {
 }
 
 /// Of this version of what processes say.
-const JOB: [u8; 8] = *b"meshwrk1";
+const JOB: [u8; 8] = *b"meshwrk2";
 
 /// Where all processes listen, or why they do not meet.
 type Table = Result<Vec<(String, u16)>, String>;

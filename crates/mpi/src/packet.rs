@@ -1,5 +1,6 @@
 //! What ranks of one world tell each other: the head of every message, and where its bytes are.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use meshwork_core::Buffer;
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::Block;
 use crate::ground::Claim;
+use crate::lookout::Ring;
 
 /// An operation, as its members name it: each numbers the operations of a group in the order in which it starts them,
 /// and messages for each sender and receiver.
@@ -197,22 +199,49 @@ impl Body {
     }
 }
 
+/// Memory that a message uses. When the message lets go of it, the bell of its rank rings.
+#[derive(Debug)]
+pub(crate) struct Used<T> {
+    memory: Arc<T>,
+    _ring: Ring, // dropped after the memory
+}
+
+impl<T> Used<T> {
+    pub(crate) fn new(memory: Arc<T>, ring: &Ring) -> Used<T> {
+        Used { memory, _ring: ring.clone() }
+    }
+}
+
+impl<T> Clone for Used<T> {
+    fn clone(&self) -> Used<T> {
+        Used::new(self.memory.clone(), &self._ring)
+    }
+}
+
+impl<T> Deref for Used<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.memory
+    }
+}
+
 /// Bytes that a message reads, and that stay as they are until it is over.
 #[derive(Clone, Debug)]
 pub(crate) enum Bytes {
     /// No bytes.
     None,
     /// Of a part of the output.
-    Claim(Arc<Claim>),
+    Claim(Used<Claim>),
     /// Of a part of the input, which others may read too.
-    Input(Arc<Buffer>, usize, usize),
+    Input(Used<Buffer>, usize, usize),
 }
 
 impl Bytes {
     /// These bytes.
     pub(crate) fn of(memory: Vec<u8>) -> Bytes {
         let bytes = memory.len();
-        Bytes::Input(Arc::new(Buffer::from_vec(memory)), 0, bytes)
+        Bytes::Input(Used::new(Arc::new(Buffer::from_vec(memory)), &Ring::default()), 0, bytes)
     }
 }
 

@@ -1,7 +1,6 @@
 //! How a thread that waits for messages leaves its core to others.
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ const YIELDS: Duration = Duration::from_micros(60);
 #[derive(Debug)]
 pub(crate) struct Pause {
     looks: u32,
+    most: u32,
     since: Option<Instant>,
     yields: Duration,
     longest: Duration,
@@ -25,17 +25,22 @@ pub(crate) struct Pause {
 impl Pause {
     /// Of a rank, whose short waits sleep at most for `longest` at a time.
     pub(crate) fn of_rank(longest: Duration) -> Pause {
-        Pause { looks: 0, since: None, yields: YIELDS, longest }
+        Pause { looks: 0, most: LOOKS, since: None, yields: YIELDS, longest }
     }
 
     /// Of the thread of MPI, which takes no core from ranks that compute: it sleeps at once.
     pub(crate) fn of_thread(longest: Duration) -> Pause {
-        Pause { looks: LOOKS, since: None, yields: Duration::ZERO, longest }
+        Pause { looks: LOOKS, most: LOOKS, since: None, yields: Duration::ZERO, longest }
+    }
+
+    /// Of a rank that is woken, and whose core others need: it sleeps at once.
+    pub(crate) fn of_sleeper() -> Pause {
+        Pause { looks: 0, most: 0, since: None, yields: Duration::ZERO, longest: Duration::ZERO }
     }
 
     /// Something came.
     pub(crate) fn reset(&mut self) {
-        self.looks = self.looks.min(LOOKS / 2);
+        self.looks = self.looks.min(self.most / 2);
         self.since = None;
     }
 
@@ -46,37 +51,28 @@ impl Pause {
 
     /// Nothing came.
     pub(crate) fn rest(&mut self) {
-        if self.looks < LOOKS {
+        if !self.is_brief() {
+            self.sleep();
+        }
+    }
+
+    /// Nothing came: whether it looks again at once, or has yielded, and need not sleep yet.
+    pub(crate) fn is_brief(&mut self) -> bool {
+        if self.looks < self.most {
             self.looks += 1;
-            return spin_loop();
+            spin_loop();
+            return true;
         }
-        match self.since.get_or_insert_with(Instant::now).elapsed() {
-            short if short < self.yields => thread::yield_now(),
-            long => thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 1024))),
+        let yields = self.since.get_or_insert_with(Instant::now).elapsed() < self.yields;
+        if yields {
+            thread::yield_now();
         }
-    }
-}
-
-/// The ranks of a process that wait, and so move its messages: while there are any, no other thread needs to.
-#[derive(Debug, Default)]
-pub(crate) struct Drivers(AtomicUsize);
-
-/// A rank that waits, as long as this lives.
-pub(crate) struct Driver<'a>(&'a Drivers);
-
-impl Drivers {
-    pub(crate) fn enter(&self) -> Driver<'_> {
-        self.0.fetch_add(1, Ordering::Relaxed);
-        Driver(self)
+        yields
     }
 
-    pub(crate) fn is_any(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
-    }
-}
-
-impl Drop for Driver<'_> {
-    fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    /// Sleeps.
+    pub(crate) fn sleep(&mut self) {
+        let long = self.since.get_or_insert_with(Instant::now).elapsed();
+        thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 1024)));
     }
 }

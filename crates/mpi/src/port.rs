@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,10 @@ use serde::{Deserialize, Serialize};
 use crate::block::{Block, EAGER, ROOM};
 use crate::carrier::{Carrier, Event};
 use crate::ground::Ground;
+use crate::lookout::{Bell, Lookout, Source};
 use crate::native::{Reduction, Sum};
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, Part, What};
-use crate::pause::{Drivers, Pause};
+use crate::pause::Pause;
 use crate::wire;
 
 /// How long processes that are alive may take to end.
@@ -49,7 +50,27 @@ impl Hosts {
 }
 
 /// What has arrived at a rank, and it has not looked at.
-pub(crate) type Inbox = Mutex<VecDeque<Arrival>>;
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    arrivals: Mutex<VecDeque<Arrival>>,
+    pub(crate) bell: Arc<Bell>,
+}
+
+impl Inbox {
+    pub(crate) fn new(lookout: &Arc<Lookout>) -> Inbox {
+        Inbox { arrivals: Mutex::default(), bell: Arc::new(Bell::new(lookout)) }
+    }
+
+    pub(crate) fn put(&self, arrival: Arrival) {
+        let is_for_now = matches!(arrival, Arrival::Told(_) | Arrival::Failed(..) | Arrival::Lost(..));
+        lock(&self.arrivals).push_back(arrival);
+        self.bell.ring(is_for_now);
+    }
+
+    pub(crate) fn next(&self) -> Option<Arrival> {
+        lock(&self.arrivals).pop_front()
+    }
+}
 
 /// A rank's end of a world, as the port of its process sees it.
 pub(crate) trait Station: Send + Sync {
@@ -59,7 +80,8 @@ pub(crate) trait Station: Send + Sync {
     /// Where its messages go.
     fn inbox(&self) -> &Inbox;
 
-    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
+    /// Goes through what has arrived, and does what can be done, unless the rank waits, and does it itself. Whether
+    /// anything has arrived.
     fn advance(&self) -> bool;
 
     /// Whether the world is over.
@@ -75,10 +97,8 @@ pub(crate) struct Port {
     desk: Mutex<Desk>,
     /// Whether a process may never end MPI, so that this one must not wait for it.
     abandoned: AtomicBool,
-    /// The ranks of this host for each of its cores.
-    crowd: AtomicU32,
-    /// Ranks that wait, and so move messages.
-    pub(crate) drivers: Drivers,
+    /// How its ranks sleep.
+    pub(crate) lookout: Arc<Lookout>,
 }
 
 /// What a large message is for.
@@ -143,9 +163,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Port {
     pub(crate) fn new(layout: Layout, reduction: Reduction, wire: Option<Box<dyn Carrier<Landing>>>) -> Port {
-        let (abandoned, drivers) = (AtomicBool::new(false), Drivers::default());
-        let crowd = AtomicU32::new(crowd(layout.processes * layout.ranks_per_process));
-        Port { layout, reduction, wire: Mutex::new(wire), desk: Mutex::default(), abandoned, drivers, crowd }
+        let source = wire.as_ref().map_or(Source::Nothing, |wire| wire.source());
+        let lookout = Arc::new(Lookout::new(source, layout.processes * layout.ranks_per_process));
+        let (wire, desk, abandoned) = (Mutex::new(wire), Mutex::default(), AtomicBool::new(false));
+        Port { layout, reduction, wire, desk, abandoned, lookout }
     }
 
     /// Sends a message to a rank of a process.
@@ -153,6 +174,7 @@ impl Port {
         let head = Box::new(head);
         if process == self.layout.process {
             self.deliver(Arrival::Told(head));
+            self.lookout.call_if_unattended();
         } else if let Some(wire) = lock(&self.wire).as_mut() {
             self.first(&mut **wire, process, cover(&Cover::Head(head)));
         }
@@ -167,7 +189,7 @@ impl Port {
                 _ => Body::Near(bytes.clone()),
             };
             self.deliver(Arrival::Part(part, body));
-            return;
+            return self.lookout.call_if_unattended();
         }
         let mut wire = lock(&self.wire);
         let Some(wire) = wire.as_mut() else { return };
@@ -229,7 +251,7 @@ impl Port {
         };
         let mut desk = lock(&self.desk);
         match (desk.endpoints.get(&place), arrival) {
-            (Some(endpoint), arrival) => lock(endpoint.inbox()).push_back(arrival),
+            (Some(endpoint), arrival) => endpoint.inbox().put(arrival),
             (None, Arrival::Part(_, body)) if desk.over.contains(&place.0) => return Some(body),
             (None, _) if desk.over.contains(&place.0) => {}
             // A fork to which this rank never came.
@@ -263,17 +285,15 @@ impl Port {
         };
         let any = wire.poll(&mut |event| match event {
             Event::First(message) => opened(message),
-            Event::Landed(Landing::Rank(inbox, number), claim) => {
-                lock(&inbox).push_back(Arrival::Landed(number, claim))
-            }
-            Event::Failed(Landing::Rank(inbox, number), why) => lock(&inbox).push_back(Arrival::Failed(number, why)),
+            Event::Landed(Landing::Rank(inbox, number), claim) => inbox.put(Arrival::Landed(number, claim)),
+            Event::Failed(Landing::Rank(inbox, number), why) => inbox.put(Arrival::Failed(number, why)),
             Event::Failed(Landing::Head | Landing::Nobody, _) => {}
             Event::Landed(Landing::Head, claim) => opened(Block::from(&*claim)),
             Event::Landed(Landing::Nobody, _) => {}
             Event::Lost(process, why) => {
                 let mut desk = lock(&self.desk);
                 for endpoint in desk.endpoints.values() {
-                    lock(endpoint.inbox()).push_back(Arrival::Lost(process, why.clone()));
+                    endpoint.inbox().put(Arrival::Lost(process, why.clone()));
                 }
                 desk.lost.push((process, why));
             }
@@ -296,10 +316,8 @@ impl Port {
         let mut desk = lock(&self.desk);
         let place = endpoint.place();
         let early = desk.early.remove(&place).unwrap_or_default();
-        let mut inbox = lock(endpoint.inbox());
-        inbox.extend(early);
-        inbox.extend(desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone())));
-        drop(inbox);
+        let lost = desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone()));
+        early.into_iter().chain(lost).for_each(|arrival| endpoint.inbox().put(arrival));
         desk.endpoints.insert(place, endpoint);
     }
 
@@ -331,14 +349,22 @@ impl Port {
         lock(&self.wire).as_ref().is_some_and(|wire| wire.is_busy())
     }
 
-    /// Takes note of how many ranks are on this host.
-    pub(crate) fn share_host(&self, ranks: usize) {
-        self.crowd.store(crowd(ranks), Ordering::Relaxed);
+    /// A rank that waits looks again at once, yields, or sleeps until something may have come for it since its bell was
+    /// `heard`. First it attends to operations of ranks that compute.
+    pub(crate) fn rest(&self, bell: &Arc<Bell>, heard: u32, pause: &mut Pause) {
+        if pause.is_brief() {
+            return;
+        }
+        if self.lookout.take_unattended() {
+            self.attend();
+            return; // it took some time
+        }
+        self.lookout.sleep(bell, heard, pause);
     }
 
-    /// The longest sleep of a wait: where ranks share cores, their looks alone would take all of these.
-    pub(crate) fn sleep(&self, alone: Duration) -> Duration {
-        alone.saturating_mul(self.crowd.load(Ordering::Relaxed))
+    /// Goes on with the operations of ranks that compute. Whether anything has arrived for them.
+    pub(crate) fn attend(&self) -> bool {
+        self.endpoints().iter().fold(false, |any, endpoint| any | endpoint.advance())
     }
 
     /// Takes note that the process of some rank may never end MPI.
@@ -421,12 +447,6 @@ impl Port {
         }
         !is_silent
     }
-}
-
-/// How many ranks of a host share a core.
-fn crowd(ranks: usize) -> u32 {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (ranks / cores).clamp(1, 64) as u32
 }
 
 /// Memory for a message of this many bytes.

@@ -22,7 +22,6 @@ use crate::library::{Library, MULTIPLE};
 use crate::life::Life;
 use crate::meeting::Meeting;
 use crate::native::Reduction;
-use crate::pause::Pause;
 use crate::port::{Hosts, LAST, Landing, Layout, Port};
 use crate::sockets::Sockets;
 use crate::wire::Wire;
@@ -211,7 +210,7 @@ impl Runtime {
         let mut running = Running { port, options, description, origin, worlds, there, hosts, life };
         (running.origin, running.hosts) = running.meet()?;
         let here = running.hosts.iter().filter(|&&host| host == options.host).count();
-        running.port.share_host(here * ranks_per_process);
+        running.port.lookout.share_host(here * ranks_per_process);
         Ok(Runtime(Arc::new(running)))
     }
 
@@ -338,19 +337,12 @@ impl Running {
     }
 }
 
-/// The longest sleep of the thread of MPI. Each time it wakes it takes a core from a rank that computes: with a quarter
-/// of this, steps of two ranks on two cores took 3% longer.
-const SLEEP: Duration = Duration::from_millis(2);
-
 /// Moves messages and operations, as far as no rank does because it waits, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
-    let mut pause = Pause::of_thread(port.sleep(SLEEP));
+    let (mut pause, mut begun) = (port.lookout.pause_spare(), 0);
     let mut unneeded = None;
     loop {
-        let mut any = !port.drivers.is_any() && port.poll();
-        for endpoint in port.endpoints() {
-            any |= endpoint.advance();
-        }
+        let any = (!port.lookout.is_any() && port.poll()) | port.attend();
         if any {
             pause.reset();
         }
@@ -362,7 +354,9 @@ fn work(port: &Port, over: &AtomicBool) {
                 break;
             }
         }
-        pause.rest();
+        if !any {
+            port.lookout.sleep_spare(&mut begun, &mut pause);
+        }
     }
     port.close();
 }

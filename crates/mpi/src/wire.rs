@@ -18,6 +18,7 @@ use crate::carrier::{Carrier, Event};
 use crate::error::MpiError;
 use crate::ground::Claim;
 use crate::library::{Handle, Library};
+use crate::lookout::Source;
 use crate::native::Natives;
 use crate::packet::Bytes;
 
@@ -283,6 +284,10 @@ impl<T: std::marker::Send> Carrier<T> for Wire<T> {
             event(Event::Lost(process, why));
         }
         any
+    }
+
+    fn source(&self) -> Source {
+        Source::Asked
     }
 
     fn natives(&mut self) -> Option<&mut Natives<T>> {
