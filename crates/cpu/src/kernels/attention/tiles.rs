@@ -14,7 +14,7 @@ use super::super::Float;
 use super::super::gemm::{Bf16, Format, Path, Tf32};
 #[cfg(target_arch = "x86_64")]
 use super::super::gemm::{
-    Elements, Micro, Rounded, Strip, Tile,
+    Elements, Grid, Micro, Rounded, Strip, Tile,
     avx2::Avx2,
     avx512::{Avx512, Avx512Bf16},
     pack_panels,
@@ -267,17 +267,20 @@ unsafe fn vector_times<M: Micro>(
     check(dims, (a, (a_row, a_step)), (b, (b_step, panel)), width);
     let (c, c_row) = c.block([rows, columns]);
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
-    for rows in panels(0..rows, M::ROWS) {
-        let a = a.wrapping_add(rows.start * a_row);
-        let c = c.wrapping_add(rows.start * c_row);
-        for (at, first) in (0..columns).step_by(width).enumerate() {
-            let (rows, columns) = (rows.len(), width.min(columns - first));
-            let (line, step) = ahead.take(words).unwrap_or((a, 0));
-            let ahead = (line.cast(), step * size_of::<f32>());
-            let (b, c) = (b.wrapping_add(at * panel), c.wrapping_add(first));
-            // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice, and
-            // `block` did so for C.
-            unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
+    let nothing = (a.cast(), 0);
+    let mut ahead = || ahead.take(words).map_or(nothing, |(line, step)| (line.cast(), step * size_of::<f32>()));
+    let tile = Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead: nothing };
+    // As few tiles below each other as possible, all of about the same height: the first ones are one row higher.
+    let down = rows.div_ceil(M::ROWS);
+    let (each, longer) = (rows / down, rows % down);
+    for (first, rows, down) in [(0, each + 1, longer), (longer * (each + 1), each, down - longer)] {
+        for (at, columns, right) in [(0, width, columns / width), (columns / width, columns % width, 1)] {
+            if down > 0 && columns > 0 {
+                let first = Tile { rows, columns, ..tile.from_row(first).from_panel(at, width, panel) };
+                // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice,
+                // and `block` did so for C.
+                unsafe { M::tiles(&first, Grid { down, right, panel, ahead: &mut ahead }) }
+            }
         }
     }
 }

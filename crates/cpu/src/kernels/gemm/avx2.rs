@@ -8,7 +8,7 @@
 //! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
 //! too or its rows are read in place, and 26.5 otherwise.
 
-use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Line, Micro, Place, Strip, Tile, pack_as, quads};
+use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Line, Micro, Place, Strip, Tile, pack_as, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -26,12 +26,17 @@ impl Micro for Avx2 {
     const ROWS: usize = 6;
 
     unsafe fn tile(tile: &Tile) {
-        // SAFETY: the caller's promise; the strides are the tile's.
+        // SAFETY: the caller's promise.
+        unsafe { Self::tiles(tile, Grid { down: 1, right: 1, panel: 0, ahead: &mut || tile.ahead }) }
+    }
+
+    unsafe fn tiles(first: &Tile, grid: Grid<'_>) {
+        // SAFETY: the caller's promise; the strides are the tiles'.
         unsafe {
-            match (tile.a_row, tile.a_step, tile.b_step) {
-                (1, _, PANEL) => tile_of_strides::<PackedA>(tile),
-                (_, 1, PANEL) => tile_of_strides::<RowsOfA>(tile),
-                _ => tile_of_strides::<AnyStrides>(tile),
+            match (first.a_row, first.a_step, first.b_step) {
+                (1, _, PANEL) => tiles_of_strides::<PackedA>(first, grid),
+                (_, 1, PANEL) => tiles_of_strides::<RowsOfA>(first, grid),
+                _ => tiles_of_strides::<AnyStrides>(first, grid),
             }
         }
     }
@@ -97,33 +102,33 @@ struct AnyStrides;
 
 impl Strides for AnyStrides {}
 
-/// [`Micro::tile`] of operands with these strides.
+/// [`Micro::tiles`] of operands with these strides.
 ///
 /// # Safety
 /// As there, with those strides.
-unsafe fn tile_of_strides<S: Strides>(tile: &Tile) {
-    // SAFETY: the caller's promise; each width is the tile's.
+unsafe fn tiles_of_strides<S: Strides>(first: &Tile, grid: Grid<'_>) {
+    // SAFETY: the caller's promise; each width is the tiles'.
     unsafe {
-        match tile.columns {
-            16 => tile_of_width::<2, false, S>(tile),
-            9.. => tile_of_width::<2, true, S>(tile),
-            8 => tile_of_width::<1, false, S>(tile),
-            _ => tile_of_width::<1, true, S>(tile),
+        match first.columns {
+            16 => tiles_of_width::<2, false, S>(first, grid),
+            9.. => tiles_of_width::<2, true, S>(first, grid),
+            8 => tiles_of_width::<1, false, S>(first, grid),
+            _ => tiles_of_width::<1, true, S>(first, grid),
         }
     }
 }
 
-/// [`tile_of_strides`] for tiles of V vectors, the last of them masked or full.
+/// [`tiles_of_strides`] for tiles of V vectors, the last of them masked or full.
 ///
 /// # Safety
 /// As there, and there are more than V - 1 and at most V vectors of columns; V whole ones, unless `MASKED`.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn tile_of_width<const V: usize, const MASKED: bool, S: Strides>(tile: &Tile) {
+unsafe fn tiles_of_width<const V: usize, const MASKED: bool, S: Strides>(first: &Tile, grid: Grid<'_>) {
     macro_rules! by_height {
         ($($rows:literal)*) => {
-            match tile.rows {
-                // SAFETY: the caller's promise; the height is the tile's.
-                $($rows => unsafe { tile_of::<$rows, V, MASKED, S>(tile) },)*
+            match first.rows {
+                // SAFETY: the caller's promise; the height is the tiles'.
+                $($rows => unsafe { tiles_of::<$rows, V, MASKED, S>(first, grid) },)*
                 rows => unreachable!("a tile of {rows} rows"),
             }
         };
@@ -131,10 +136,25 @@ unsafe fn tile_of_width<const V: usize, const MASKED: bool, S: Strides>(tile: &T
     by_height!(1 2 3 4 5 6);
 }
 
-/// [`tile_of_width`] for tiles of R rows.
+/// [`tiles_of_width`] for tiles of R rows.
 ///
 /// # Safety
-/// As there, the tile having that many.
+/// As there, the tiles having that many.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn tiles_of<const R: usize, const V: usize, const MASKED: bool, S: Strides>(first: &Tile, grid: Grid<'_>) {
+    for down in 0..grid.down {
+        for right in 0..grid.right {
+            let tile = first.from_row(down * R).from_panel(right, PANEL, grid.panel);
+            // SAFETY: the caller's promise.
+            unsafe { tile_of::<R, V, MASKED, S>(&Tile { ahead: (grid.ahead)(), ..tile }) };
+        }
+    }
+}
+
+/// A tile of [`tiles_of`].
+///
+/// # Safety
+/// As there.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool, S: Strides>(tile: &Tile) {
     let last = first_lanes(tile.columns - (V - 1) * LANES);

@@ -503,6 +503,20 @@ pub(super) trait Micro: Sized {
     /// `words`, `words` by `columns`, and (for writing) `rows` by `columns`.
     unsafe fn tile(tile: &Tile);
 
+    /// Computes the tiles of a [`Grid`] that begins with `first`.
+    ///
+    /// # Safety
+    /// As for [`tile`](Self::tile), for each of them.
+    unsafe fn tiles(first: &Tile, grid: Grid<'_>) {
+        for down in 0..grid.down {
+            for right in 0..grid.right {
+                let tile = first.from_row(down * first.rows).from_panel(right, 2 * Self::LANES, grid.panel);
+                // SAFETY: the caller's promise, passed on.
+                unsafe { Self::tile(&Tile { ahead: (grid.ahead)(), ..tile }) };
+            }
+        }
+    }
+
     /// Rows of the highest [narrow](Self::narrow) tile.
     const NARROW_ROWS: usize = Self::ROWS;
 
@@ -624,6 +638,11 @@ impl<M: Micro, F: Format> Micro for Rounded<M, F> {
         unsafe { M::tile(tile) }
     }
 
+    unsafe fn tiles(first: &Tile, grid: Grid<'_>) {
+        // SAFETY: the caller's promise.
+        unsafe { M::tiles(first, grid) }
+    }
+
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe { F::pack::<M>(strip, to, step) }
@@ -668,6 +687,7 @@ fn map_row<T: Copy>(from: &[T], to: &mut [f32], f: impl Fn(T) -> f32) {
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
+#[derive(Clone, Copy)]
 pub(super) struct Tile {
     pub(super) rows: usize,
     pub(super) columns: usize,
@@ -687,6 +707,33 @@ pub(super) struct Tile {
     /// Memory that may be prefetched into the L2 cache meanwhile, one line per word: the first line, and the distance
     /// to the next in bytes. It need not be readable.
     pub(super) ahead: (*const u8, usize),
+}
+
+impl Tile {
+    /// The tile that begins this many rows further down.
+    #[inline(always)]
+    pub(super) fn from_row(self, row: usize) -> Tile {
+        let (a, c) = (self.a.wrapping_add(row * self.a_row), self.c.wrapping_add(row * self.c_row));
+        Tile { a, c, ..self }
+    }
+
+    /// The tile that begins this many panels of `width` columns, each of `panel` words of B, further to the right.
+    #[inline(always)]
+    pub(super) fn from_panel(self, at: usize, width: usize, panel: usize) -> Tile {
+        let (b, c) = (self.b.wrapping_add(at * panel), self.c.wrapping_add(at * width));
+        Tile { b, c, ..self }
+    }
+}
+
+/// Tiles of the same extents below and beside each other, row by row; if there are several in a row, they are two
+/// vectors wide. Their function is found and called once: for short products this takes a part of the time of a tile.
+pub(super) struct Grid<'a> {
+    pub(super) down: usize,
+    pub(super) right: usize,
+    /// Words of B from one tile to the next one in its row.
+    pub(super) panel: usize,
+    /// What each tile prefetches, see [`Tile::ahead`].
+    pub(super) ahead: &'a mut dyn FnMut() -> (*const u8, usize),
 }
 
 /// Pointers to every fourth row of a tile's A; to the first row in place of rows that the tile lacks.
