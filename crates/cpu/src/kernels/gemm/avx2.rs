@@ -7,6 +7,8 @@
 //! loads of B, 6 elements of A, 12 multiplications), so few others may be added. Constant strides need no instructions,
 //! and a loop over pairs of words counts and jumps half as often. A word takes 23.5 instructions if B is packed, and A
 //! too or its rows are read in place, and 26.5 otherwise.
+//!
+//! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
 use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Line, Micro, Place, Strip, Tile, pack_as, quads};
 use half::bf16;
