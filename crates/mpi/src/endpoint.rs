@@ -539,7 +539,7 @@ impl Endpoint {
         if done() {
             return Ok(());
         }
-        let (_waiting, mut pause, mut number) = (self.inbox.bell.enter(), self.port.lookout.pause(), None);
+        let (_waiting, mut pause, mut number) = (self.inbox.bell.enter(), self.port.lookout.pause_at_device(), None);
         let result = loop {
             let mut any = self.port.poll();
             let mut state = self.lock();

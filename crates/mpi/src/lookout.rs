@@ -109,12 +109,19 @@ impl Lookout {
         alone.saturating_mul(self.crowd.load(Ordering::Relaxed))
     }
 
-    /// The pauses of a rank that waits.
+    /// The pauses of a rank that waits, and that its bell wakes.
     pub(crate) fn pause(&self) -> Pause {
         match self.source {
-            Source::Connections(_) if self.crowd.load(Ordering::Relaxed) > 1 => Pause::of_sleeper(),
-            _ => Pause::of_rank(self.longer(LONGEST_PAUSE)),
+            Source::Connections(_) if self.crowd.load(Ordering::Relaxed) > 1 => {
+                Pause::of_sleeper(self.longer(LONGEST_PAUSE))
+            }
+            _ => self.pause_at_device(),
         }
+    }
+
+    /// The pauses of a rank that waits for its device, which wakes nobody.
+    pub(crate) fn pause_at_device(&self) -> Pause {
+        Pause::of_rank(self.longer(LONGEST_PAUSE))
     }
 
     /// The pauses of the thread of MPI.

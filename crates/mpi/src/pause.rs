@@ -10,6 +10,9 @@ const LOOKS: u32 = 40;
 /// Then it yields, as long as this, so that a message that is about to come is not missed.
 const YIELDS: Duration = Duration::from_micros(60);
 
+/// The shortest sleep.
+const SHORTEST: Duration = Duration::from_micros(10);
+
 /// A wait: it looks, yields, and then sleeps for a sixteenth of the time since anything came, at most `longest` at a
 /// time, or 1/1024 of a wait that is longer than 1024 of these. So it is late by at most that part, and a long wait
 /// takes next to nothing of a core.
@@ -34,8 +37,8 @@ impl Pause {
     }
 
     /// Of a rank that is woken, and whose core others need: it sleeps at once.
-    pub(crate) fn of_sleeper() -> Pause {
-        Pause { looks: 0, most: 0, since: None, yields: Duration::ZERO, longest: Duration::ZERO }
+    pub(crate) fn of_sleeper(longest: Duration) -> Pause {
+        Pause { looks: 0, most: 0, since: None, yields: Duration::ZERO, longest }
     }
 
     /// Something came.
@@ -73,6 +76,21 @@ impl Pause {
     /// Sleeps.
     pub(crate) fn sleep(&mut self) {
         let long = self.since.get_or_insert_with(Instant::now).elapsed();
-        thread::sleep((long / 16).clamp(Duration::from_micros(10), self.longest.max(long / 1024)));
+        thread::sleep((long / 16).min(self.longest.max(long / 1024)).max(SHORTEST));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pause_can_sleep_as_briefly_as_it_likes() {
+        for longest in [Duration::ZERO, Duration::from_micros(200)] {
+            for mut pause in [Pause::of_rank(longest), Pause::of_thread(longest), Pause::of_sleeper(longest)] {
+                pause.sleep();
+                assert!(pause.is_long(), "{pause:?}");
+            }
+        }
     }
 }

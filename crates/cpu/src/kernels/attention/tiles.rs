@@ -276,7 +276,7 @@ unsafe fn vector_times<M: Micro>(
     for (first, rows, down) in [(0, each + 1, longer), (longer * (each + 1), each, down - longer)] {
         for (at, columns, right) in [(0, width, columns / width), (columns / width, columns % width, 1)] {
             if down > 0 && columns > 0 {
-                let first = Tile { rows, columns, ..tile.from_row(first).from_panel(at, width, panel) };
+                let first = Tile { rows, columns, ..tile.at_row(first).at_panel(at, width, panel) };
                 // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice,
                 // and `block` did so for C.
                 unsafe { M::tiles(&first, Grid { down, right, panel, ahead: &mut ahead }) }

@@ -146,7 +146,7 @@ unsafe fn tiles_of_width<const V: usize, const MASKED: bool, S: Strides>(first: 
 unsafe fn tiles_of<const R: usize, const V: usize, const MASKED: bool, S: Strides>(first: &Tile, grid: Grid<'_>) {
     for down in 0..grid.down {
         for right in 0..grid.right {
-            let tile = first.from_row(down * R).from_panel(right, PANEL, grid.panel);
+            let tile = first.at_row(down * R).at_panel(right, PANEL, grid.panel);
             // SAFETY: the caller's promise.
             unsafe { tile_of::<R, V, MASKED, S>(&Tile { ahead: (grid.ahead)(), ..tile }) };
         }

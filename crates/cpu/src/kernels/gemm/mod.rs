@@ -510,7 +510,7 @@ pub(super) trait Micro: Sized {
     unsafe fn tiles(first: &Tile, grid: Grid<'_>) {
         for down in 0..grid.down {
             for right in 0..grid.right {
-                let tile = first.from_row(down * first.rows).from_panel(right, 2 * Self::LANES, grid.panel);
+                let tile = first.at_row(down * first.rows).at_panel(right, 2 * Self::LANES, grid.panel);
                 // SAFETY: the caller's promise, passed on.
                 unsafe { Self::tile(&Tile { ahead: (grid.ahead)(), ..tile }) };
             }
@@ -712,14 +712,14 @@ pub(super) struct Tile {
 impl Tile {
     /// The tile that begins this many rows further down.
     #[inline(always)]
-    pub(super) fn from_row(self, row: usize) -> Tile {
+    pub(super) fn at_row(self, row: usize) -> Tile {
         let (a, c) = (self.a.wrapping_add(row * self.a_row), self.c.wrapping_add(row * self.c_row));
         Tile { a, c, ..self }
     }
 
     /// The tile that begins this many panels of `width` columns, each of `panel` words of B, further to the right.
     #[inline(always)]
-    pub(super) fn from_panel(self, at: usize, width: usize, panel: usize) -> Tile {
+    pub(super) fn at_panel(self, at: usize, width: usize, panel: usize) -> Tile {
         let (b, c) = (self.b.wrapping_add(at * panel), self.c.wrapping_add(at * width));
         Tile { b, c, ..self }
     }
