@@ -132,10 +132,9 @@ fn row_piece_of(dtype: DType, n: usize) -> usize {
     (piece / n).max(1) * n
 }
 
-/// The number of rows of `n` elements that are widened at once, and then computed: the f32 copies of three operands fit
-/// into an L1 cache.
+/// In a sum over rows, the number of rows of `n` elements that are widened at once, and then added.
 fn rows_at_once(n: usize) -> usize {
-    (PIECE / 16 / n.max(1)).max(1)
+    (PIECE / 4 / n.max(1)).max(1)
 }
 
 /// In a sum over rows, the rows of a part.
@@ -236,18 +235,16 @@ impl Cpu {
         f: impl Fn(usize, [&[T]; N], &mut [T]) + Sync,
     ) -> Result<Buffer> {
         let (x, piece) = (inputs[0], row_piece_of(inputs[0].dtype(), n));
-        let at_once = if x.dtype().is_half() { n.max(1) * rows_at_once(n) } else { piece };
         let mut all = [Loaded::Full(&[][..]); N];
         for (all, input) in all.iter_mut().zip(inputs) {
             *all = loaded::<T>(input)?;
         }
         self.like::<T>(x, x.count(), |out| {
             for_each(out.chunks(piece).enumerate(), |(i, out)| {
-                for (j, out) in out.chunks(at_once).enumerate() {
-                    let first = i * piece + j * at_once;
-                    let inputs = all.map(|input| input.part(first..first + out.len()));
-                    read(inputs, |inputs| out.write(|out| f(first, inputs, out)));
-                }
+                let range = i * piece..i * piece + out.len();
+                let mut inputs = all;
+                inputs.iter_mut().for_each(|input| *input = input.part(range.clone()));
+                read(inputs, |inputs| out.write(|out| f(range.start, inputs, out)));
             });
         })
     }

@@ -1,6 +1,5 @@
 use super::kernels::matmul::{
-    Epilogue, Factors, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_stored, gemm_sum,
-    is_rounded_at_once,
+    Epilogue, Factors, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum,
 };
 use super::kernels::round::with_room;
 use super::prelude::*;
@@ -144,11 +143,6 @@ impl Cpu {
         let [a, b] = self.operands_of(spec, operands)?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
-        if terms == Terms::WHOLE && is_rounded_at_once([m, n, k]) {
-            let factors = Factors { precision, dims: [m, n, k], a, b };
-            gemm_stored(factors, c, update, bias.map_or(Epilogue::Nothing, Epilogue::Bias));
-            return Ok(());
-        }
         in_blocks([m, n], accumulate, c, |[rows, columns], c| {
             let dims = [rows.len(), columns.len(), k];
             let factors = Factors { precision, dims, a: a.from(rows.start, 0), b: b.from(0, columns.start) };

@@ -63,14 +63,10 @@ impl Pointwise for Cpu {
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
         for_widened!(self, "gelu", x, T => {
             let (all, bias) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole());
-            let (piece, at_once) = (row_piece_of(x.dtype(), bias.len()), bias.len() * rows_at_once(bias.len()));
+            let piece = row_piece_of(x.dtype(), bias.len());
             self.stored::<T>("gelu", (x.dtype(), stored), x.count(), |out| {
                 let pieces = out.chunks(piece).zip(all.chunks(piece));
-                for_each(pieces, |(out, x)| {
-                    for (out, x) in out.chunks(at_once).zip(x.chunks(at_once)) {
-                        read([x], |[x]| gelu::bias_gelu(x, &bias, out));
-                    }
-                });
+                for_each(pieces, |(out, x)| read([x], |[x]| gelu::bias_gelu(x, &bias, out)));
                 Ok(())
             })
         })

@@ -18,7 +18,6 @@ pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
 use super::gemm::{self, Elements, Finish as _, PackedPart, Path, Right};
 use super::prelude::*;
-use super::round::with_room;
 use super::traits::{Product, Routine, Sums};
 use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
@@ -102,10 +101,6 @@ const BLOCK: usize = 50 << 20;
 /// Least number of blocks of C per thread, so that a late or slow thread delays the others little.
 const BLOCKS: usize = 4;
 
-/// Elements of a block of a C in 16 bits, unless that has too few rows: 128 KiB in f32, which stay in the L2 cache
-/// until they are rounded.
-const ROUNDED: usize = 1 << 15;
-
 /// With fewer rows of C, reading a packed B per block does not pay.
 const ROWS: usize = 28;
 
@@ -114,57 +109,19 @@ const ROWS: usize = 28;
 /// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of
 /// it. If B is too large for the cache, its columns and terms are processed in parts.
 pub fn gemm_shared<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Update, epilogue: Epilogue<'_, T>) {
-    let [m, n, _] = factors.dims;
-    match Shared::of(factors, &epilogue) {
-        Shared::FewRows => few_rows::product(factors, c, update, epilogue),
-        Shared::FewColumns => few_rows::transposed(factors, c, update),
-        Shared::Nothing => serial(factors, None, (c, (n, 1)), update, epilogue),
-        Shared::Rows(threads) => gemm_cut(threads, factors, Stored::Full(&mut c[..m * n]), update, epilogue),
-    }
-}
-
-/// [`gemm_shared`] for a C in any type. Each block of a C in 16 bits is computed in `T`, and rounded once while it is
-/// in the cache; so all terms must be [added up at once](is_rounded_at_once), and the epilogue may have no output.
-///
-/// Panics as [`gemm`] does, and where that is not so.
-pub fn gemm_stored<T: Float>(factors: Factors<'_, T>, c: Stored<'_, T>, update: Update, epilogue: Epilogue<'_, T>) {
     let [m, n, k] = factors.dims;
-    match (c, Shared::of(factors, &epilogue)) {
-        (Stored::Full(c), _) => gemm_shared(factors, c, update, epilogue),
-        (half, Shared::Rows(threads)) => gemm_cut(threads, factors, half, update, epilogue),
-        (half, Shared::Nothing) if k > 0 && m * n > ROUNDED => gemm_cut(1, factors, half, update, epilogue),
-        (half, _) => in_columns(half.part(0..m * n), n, 0..n, update, |c| gemm_shared(factors, c, update, epilogue)),
+    if few_rows::few(m) {
+        return few_rows::product(factors, c, update, epilogue);
     }
-}
-
-/// How threads share a product.
-enum Shared {
-    /// Few rows of C, by its columns.
-    FewRows,
-    /// Few columns of C, by its rows.
-    FewColumns,
-    /// Not at all.
-    Nothing,
-    /// By blocks of rows of C, by as many threads.
-    Rows(usize),
-}
-
-impl Shared {
-    fn of<T: Float>(factors: Factors<'_, T>, epilogue: &Epilogue<'_, T>) -> Shared {
-        let ([m, n, k], threads) = (factors.dims, pool::threads());
-        match () {
-            () if few_rows::few(m) => Shared::FewRows,
-            () if few_rows::are_columns(factors) && matches!(epilogue, Epilogue::Nothing) => Shared::FewColumns,
-            () if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED => Shared::Nothing,
-            () => Shared::Rows(threads),
-        }
+    if few_rows::are_columns(factors) && matches!(epilogue, Epilogue::Nothing) {
+        return few_rows::transposed(factors, c, update);
     }
-}
-
-/// Whether a product adds up all terms of a block of C at once, so that it takes a C in 16 bits: each block is rounded
-/// as soon as it is computed.
-pub fn is_rounded_at_once([_, n, k]: [usize; 3]) -> bool {
-    n > 0 && (k == 0 || at_once(n, k).0 == k)
+    let threads = pool::threads();
+    if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
+        serial(factors, None, (c, (n, 1)), update, epilogue);
+    } else {
+        gemm_cut(threads, factors, c, update, epilogue);
+    }
 }
 
 /// [`gemm_shared`] as it is cut for `threads` threads, for a product of at least one element and term of any size. The
@@ -172,7 +129,7 @@ pub fn is_rounded_at_once([_, n, k]: [usize; 3]) -> bool {
 pub fn gemm_cut<T: Float>(
     threads: usize,
     factors: Factors<'_, T>,
-    mut c: Stored<'_, T>,
+    c: &mut [T],
     update: Update,
     mut epilogue: Epilogue<'_, T>,
 ) {
@@ -180,12 +137,9 @@ pub fn gemm_cut<T: Float>(
     let Factors { precision, dims: [m, n, k], a, b } = factors;
     assert_inside("C", m, n, (n, 1), c.len());
     epilogue.check(m, n, n);
-    let half = !matches!(c, Stored::Full(_));
-    assert!(!half || epilogue.has_no_output(), "C: in 16 bits beside an output of the epilogue");
-    assert!(!half || is_rounded_at_once(factors.dims), "C: in 16 bits, and terms are cut");
     let path = T::path(precision);
     let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
-    let rows = rows(threads, [m, columns, terms], if half { ROUNDED } else { usize::MAX });
+    let rows = rows(threads, [m, columns, terms]);
     // Taken out of the cell, because other work may run on this thread meanwhile.
     let mut packed = Packed { dims: [0, 0], memory: MEMORY.take() };
     for (j, columns) in parts(n, columns) {
@@ -197,47 +151,21 @@ pub fn gemm_cut<T: Float>(
                 pool::for_each(packed.parts(path), |part| pack(path, b, part));
                 &packed
             });
-            let blocks = c.reborrow().part(0..m * n).chunks(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
+            let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
             pool::for_each(blocks.enumerate(), |(block, (c, epilogue))| {
                 let dims = [c.len() / n, columns, terms];
                 let factors = Factors { precision, dims, a: a.from(block * rows, l), b };
-                match c {
-                    Stored::Full(c) => serial(factors, packed, (&mut c[j..], (n, 1)), update, epilogue),
-                    half => in_columns(half, n, j..j + columns, update, |sums| {
-                        serial(factors, packed, (sums, (columns, 1)), update, epilogue);
-                    }),
-                }
+                serial(factors, packed, (&mut c[j..], (n, 1)), update, epilogue);
             });
         }
     }
     MEMORY.set(packed.memory);
 }
 
-/// Lets `f` overwrite some columns of a C with rows of `n` elements, or add to them, as a matrix without gaps in the
-/// type of the sums.
-fn in_columns<T: Float>(
-    mut c: Stored<'_, T>,
-    n: usize,
-    columns: Range<usize>,
-    update: Update,
-    f: impl FnOnce(&mut [T]),
-) {
-    let width = columns.len();
-    with_room(c.len() / n * width, |sums: &mut [T]| {
-        if update == Update::Accumulate {
-            let rows = sums.chunks_mut(width).zip(c.reborrow().chunks(n));
-            rows.for_each(|(sums, c)| c.part(columns.clone()).loaded().widen(sums));
-        }
-        f(sums);
-        sums.chunks(width).zip(c.chunks(n)).for_each(|(sums, c)| c.part(columns.clone()).round(sums));
-    });
-}
-
 /// Rows of a block of C: as even as possible, so that every thread has the same number of blocks and none waits for the
-/// last block of another. A block has at most `most` elements, but never fewer rows than pay.
-fn rows(threads: usize, [m, n, k]: [usize; 3], most: usize) -> usize {
+/// last block of another.
+fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
     let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
-    let blocks = blocks.max(m.saturating_mul(n) / threads / most);
     m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
 }
 
@@ -333,11 +261,6 @@ impl<T: Float> Epilogue<'_, T> {
             assert!(n.is_multiple_of(2) && c_row.is_multiple_of(2), "C: {n} columns, rows {c_row} apart, are no pairs");
             assert_inside("out", m, n / 2, (c_row / 2, 1), out.len());
         }
-    }
-
-    /// Whether it writes C alone.
-    fn has_no_output(&self) -> bool {
-        matches!(self, Epilogue::Nothing | Epilogue::Bias(_))
     }
 
     /// The epilogues of the consecutive parts of a C that are `len` elements long, from column j on: `Nothing` unless
@@ -666,7 +589,7 @@ mod tests {
             [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
         {
             for threads in [1, 2] {
-                let (m, rows) = (dims[0], rows(threads, dims, usize::MAX));
+                let (m, rows) = (dims[0], rows(threads, dims));
                 assert_eq!(m.div_ceil(rows) % threads, 0, "{dims:?}: blocks of {rows} rows for {threads} threads");
                 assert!(rows >= ROWS && m / rows < m.div_ceil(ROWS), "{dims:?}: {rows} rows");
             }

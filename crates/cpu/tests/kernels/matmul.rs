@@ -4,11 +4,11 @@
 //! More than 400 lines: every path of a product is compared with the same formula.
 
 use super::oracle::{assert_close, check_gradient, dot, rounding, values, widen};
-use half::{bf16, f16};
+use half::bf16;
 use meshwork_cpu::kernels::Float;
 use meshwork_cpu::kernels::matmul::MatmulOperand::{Full, Rounded};
 use meshwork_cpu::kernels::matmul::*;
-use meshwork_cpu::kernels::round::{self, Stored};
+use meshwork_cpu::kernels::round::Stored;
 use meshwork_cpu::kernels::{gelu, pointwise, swiglu};
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::Terms;
@@ -223,7 +223,7 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
                 _ => Epilogue::Swiglu(to),
             };
             if threads > 1 && k > 0 {
-                gemm_cut(threads, factors(precision, dims, left, right), Stored::Full(&mut c), update, after);
+                gemm_cut(threads, factors(precision, dims, left, right), &mut c, update, after);
             } else {
                 gemm_shared(factors(precision, dims, left, right), &mut c, update, after);
             }
@@ -292,59 +292,6 @@ fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
     }
 }
 
-/// A result in 16 bits is the one in f32, rounded once: overwritten and added to, with a bias, of few rows, of few
-/// columns, and cut for threads.
-#[test]
-fn results_in_16_bits_are_rounded_once() {
-    for [m, n, k] in
-        [[1, 1, 1], [5, 40, 0], [5, 700, 33], [300, 8, 384], [37, 33, 258], [400, 384, 384], [95, 1601, 96]]
-    {
-        assert!(is_rounded_at_once([m, n, k]));
-        let (a, b, bias): (Vec<f32>, Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n), values("bias", n));
-        // In 16 bits of both types, behind them elements that belong to nobody.
-        let old: Vec<bf16> = values::<f32>("c", m * n + 3).into_iter().map(bf16::from_f32).collect();
-        let old_16: Vec<f16> = old.iter().map(|x| f16::from_f32(x.to_f32())).collect();
-        for (precision, update, biased) in [
-            (Precision::F32, Update::Overwrite, true),
-            (Precision::Bf16, Update::Accumulate, true),
-            (Precision::Bf16, Update::Overwrite, false),
-            (Precision::F32, Update::Accumulate, false),
-        ] {
-            let factors = factors(precision, [m, n, k], Full(&a, (1, m)), Full(&b, (n, 1)));
-            let epilogue = || if biased { Epilogue::Bias(&bias) } else { Epilogue::Nothing };
-            let (mut want, mut want_16) = (old.clone(), old_16.clone());
-            let mut c: Vec<f32> = old[..m * n].iter().map(|x| x.to_f32()).collect();
-            gemm_shared(factors, &mut c, update, epilogue());
-            round::round(&c, &mut want[..m * n]);
-            let mut c: Vec<f32> = old_16[..m * n].iter().map(|x| x.to_f32()).collect();
-            gemm_shared(factors, &mut c, update, epilogue());
-            round::to_f16(&c, &mut want_16[..m * n]);
-            for threads in [0, 1, 2, 7] {
-                let product = |c: Stored<'_, f32>| match threads {
-                    0 => gemm_stored(factors, c, update, epilogue()),
-                    _ if k == 0 => gemm_stored(factors, c, update, epilogue()),
-                    _ => gemm_cut(threads, factors, c, update, epilogue()),
-                };
-                let (mut c, mut c_16) = (old.clone(), old_16.clone());
-                product(Stored::Bf16(&mut c));
-                product(Stored::F16(&mut c_16));
-                let at = format!("[{m}, {n}, {k}], {precision:?}, {update:?}, bias {biased}, {threads} threads");
-                assert!(c == want && c_16 == want_16, "{at}");
-            }
-        }
-    }
-}
-
-#[test]
-#[should_panic(expected = "in 16 bits, and terms are cut")]
-fn a_result_in_16_bits_is_refused_where_terms_are_cut() {
-    let dims = [20, 3072, 1000];
-    assert!(!is_rounded_at_once(dims));
-    let (a, b, mut c) = (vec![0.0; 20 * 1000], vec![0.0; 1000 * 3072], vec![bf16::ZERO; 20 * 3072]);
-    let factors = exact::<f32>(dims, Full(&a, (1000, 1)), Full(&b, (3072, 1)));
-    gemm_cut(2, factors, Stored::Bf16(&mut c), Update::Overwrite, Epilogue::Nothing);
-}
-
 /// Products of f32 widen what is stored in bf16 while they pack it: against the same products of widened copies, bit
 /// for bit, in all layouts, with few rows and few columns, alone and shared by threads, in blocks and in sums.
 #[test]
@@ -361,9 +308,8 @@ fn products_of_f32_widen_factors_in_bf16() {
             [Full(&wide_b[..], b_strides), Rounded(&b[..], b_strides)],
         );
         type Of<'a> = dyn Fn(Factors<'_, f32>, &mut [f32]) + 'a;
-        let cut = |factors: Factors<'_, f32>, c: &mut [f32]| {
-            gemm_cut(2, factors, Stored::Full(c), Update::Overwrite, Epilogue::Nothing)
-        };
+        let cut =
+            |factors: Factors<'_, f32>, c: &mut [f32]| gemm_cut(2, factors, c, Update::Overwrite, Epilogue::Nothing);
         let shared = |factors: Factors<'_, f32>, c: &mut [f32]| {
             gemm_shared(factors, c, Update::Overwrite, Epilogue::Nothing);
         };

@@ -10,7 +10,7 @@
 //!
 //! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
-use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Line, Micro, Place, Strip, Tile, pack_as, quads};
+use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Micro, Place, Strip, Tile, pack_as, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -57,7 +57,7 @@ impl Micro for Avx2 {
         unsafe {
             match strip.from {
                 Elements::Full(_) => pack(strip, to, step),
-                Elements::Rounded(from) => widen::<false>(strip, from, to, step),
+                Elements::Rounded(from) => widen(strip, from, to, step),
             }
         }
     }
@@ -65,13 +65,7 @@ impl Micro for Avx2 {
     unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe {
-            match strip.from {
-                Elements::Rounded(from) if [strip.apart, strip.along].contains(&1) => {
-                    widen::<true>(strip, from, to, step);
-                }
-                Elements::Full(from) if strip.apart == 1 => round_columns(strip, from, to, step),
-                _ => pack_as::<Self, Bf16>(strip, to, step),
-            }
+            if strip.apart == 1 { round_columns(strip, to, step) } else { pack_as::<Self, Bf16>(strip, to, step) }
         }
     }
 }
@@ -301,20 +295,17 @@ unsafe fn store_columns(x: [__m128; LANES], k: usize, to: *mut f32, step: usize)
     }
 }
 
-/// [`Micro::pack`] of elements stored in `bf16`, which begin at `from`, as `f32`; or [`Micro::pack_bf16`] where lanes
-/// or terms are contiguous, if subnormal elements are to become zeros.
+/// [`Micro::pack`] of elements stored in `bf16`, which begin at `from`, as `f32`.
 ///
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn widen<const FLUSHED: bool>(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
+unsafe fn widen(strip: Strip, from: *const bf16, to: *mut f32, step: usize) {
     let Strip { lanes, k, apart, along, .. } = strip;
     if apart == 1 {
         for l in 0..k {
-            // As in `copy`.
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add((l + COPIED_ROWS) * along).cast());
             // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
-            unsafe { _mm256_storeu_ps(to.add(l * step), widened::<FLUSHED>(from.add(l * along), lanes)) };
+            unsafe { _mm256_storeu_ps(to.add(l * step), widened(from.add(l * along), lanes)) };
         }
     } else if along == 1 {
         for l in (0..k).step_by(4) {
@@ -323,9 +314,8 @@ unsafe fn widen<const FLUSHED: bool>(strip: Strip, from: *const bf16, to: *mut f
             for (lane, x) in x.iter_mut().enumerate() {
                 if lane < lanes {
                     // SAFETY: terms of this lane.
-                    let halves = unsafe { first_halves(from.add(l + lane * apart), terms) };
-                    let halves = if FLUSHED { flushed(halves) } else { halves };
-                    *x = _mm_castsi128_ps(_mm_slli_epi32::<16>(_mm_cvtepu16_epi32(halves)));
+                    let wide = _mm_cvtepu16_epi32(unsafe { first_halves(from.add(l + lane * apart), terms) });
+                    *x = _mm_castsi128_ps(_mm_slli_epi32::<16>(wide));
                 }
             }
             // SAFETY: the packed form of these terms.
@@ -337,27 +327,29 @@ unsafe fn widen<const FLUSHED: bool>(strip: Strip, from: *const bf16, to: *mut f
     }
 }
 
-/// [`Micro::pack_bf16`] of `f32` for contiguous lanes.
+/// [`Micro::pack_bf16`] for contiguous lanes.
 ///
 /// # Safety
-/// As there; the elements begin at `from`.
+/// As there.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn round_columns(strip: Strip, from: *const f32, to: *mut f32, step: usize) {
-    let Strip { lanes, k, along, .. } = strip;
+unsafe fn round_columns(strip: Strip, to: *mut f32, step: usize) {
+    let Strip { from, lanes, k, along, .. } = strip;
     let mask = first_lanes(lanes);
-    for l in 0..k {
-        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add((l + COPIED_ROWS) * along).cast()); // as in `copy`
-        // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
-        unsafe { _mm256_storeu_ps(to.add(l * step), rounded(load(lanes < LANES, mask, from.add(l * along)))) };
+    // SAFETY: `lanes` elements of the strip, and a vector of its packed form.
+    unsafe {
+        match from {
+            Elements::Full(from) => {
+                for l in 0..k {
+                    _mm256_storeu_ps(to.add(l * step), rounded(load(lanes < LANES, mask, from.add(l * along))));
+                }
+            }
+            Elements::Rounded(from) => {
+                for l in 0..k {
+                    _mm256_storeu_ps(to.add(l * step), rounded(widened(from.add(l * along), lanes)));
+                }
+            }
+        }
     }
-}
-
-/// [`flushed`](super::flushed) of each element, in 16 bits.
-#[target_feature(enable = "avx2,fma")]
-fn flushed(x: __m128i) -> __m128i {
-    let small = _mm_cmpeq_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f80)), _mm_setzero_si128());
-    // All bits but the sign.
-    _mm_andnot_si128(_mm_srli_epi16::<1>(small), x)
 }
 
 /// [`rounded`](super::rounded) of each element.
@@ -380,11 +372,10 @@ fn rounded(x: __m256) -> __m256 {
 /// # Safety
 /// They are readable.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn widened<const FLUSHED: bool>(from: *const bf16, len: usize) -> __m256 {
+unsafe fn widened(from: *const bf16, len: usize) -> __m256 {
     // SAFETY: the caller's promise.
-    let halves = unsafe { first_halves(from, len) };
-    let halves = if FLUSHED { flushed(halves) } else { halves };
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+    let wide = _mm256_cvtepu16_epi32(unsafe { first_halves(from, len) });
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
 }
 
 /// `len` elements of 16 bits, at least one and at most 8, then zeros.

@@ -62,8 +62,8 @@
 //! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
 /// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats, and of at most `$step` terms by a `transpose`; and
-/// [`Micro::COPY`] by a load and a store. Both prefetch what is packed next, the terms of a copy and the lanes of a
-/// transpose: rows that come from memory are too short for the CPU to prefetch in time.
+/// [`Micro::COPY`] by a load and a store. It prefetches the terms that are copied next: rows that come from memory are
+/// too short for the CPU to prefetch in time.
 #[cfg(target_arch = "x86_64")]
 macro_rules! packed {
     (
@@ -105,12 +105,6 @@ macro_rules! packed {
                 }
                 Elements::Full(from) if along == 1 => {
                     for l in (0..k).step_by($step) {
-                        if l % Line::WORDS == 0 {
-                            // A line of each lane of the next strip, into L2: lanes may map to few sets of L1.
-                            for lane in LANES..2 * LANES {
-                                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(lane * apart + l).cast());
-                            }
-                        }
                         // SAFETY: a part of the strip, at most `$step` long.
                         unsafe {
                             transpose([$lanes, (k - l).min($step)], (from.add(l), apart), to.add(l * step), step)
@@ -446,15 +440,6 @@ pub(super) fn rounded(x: f32) -> f32 {
     f32::from_bits((bits.wrapping_add(half) & 0xffff_0000 | quiet) & normal)
 }
 
-/// [`rounded`] of an element that is stored in `bf16`, as an `f32`: only a subnormal one changes. (So does a NaN that
-/// is not quiet, but every product makes it quiet.)
-#[inline(always)]
-fn flushed(x: bf16) -> f32 {
-    let bits = x.to_bits();
-    let normal = if bits & 0x7f80 == 0 { 0x8000 } else { !0 };
-    f32::from_bits(u32::from(bits & normal) << 16)
-}
-
 /// [`rounded`], for each element.
 pub(super) fn round(from: &[f32], to: &mut [bf16]) {
     #[cfg(target_arch = "x86_64")]
@@ -576,9 +561,6 @@ pub(super) trait Format {
     /// The nearest such number.
     fn rounded(x: f32) -> f32;
 
-    /// The nearest such number to one that is stored in `bf16`.
-    fn of_stored(x: bf16) -> f32;
-
     /// [`Micro::pack`] of rounded elements.
     ///
     /// # Safety
@@ -598,11 +580,6 @@ impl Format for Bf16 {
         rounded(x)
     }
 
-    #[inline(always)]
-    fn of_stored(x: bf16) -> f32 {
-        flushed(x)
-    }
-
     unsafe fn pack<M: Micro>(strip: Strip, to: *mut f32, step: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe { M::pack_bf16(strip, to, step) }
@@ -616,12 +593,6 @@ impl Format for Tf32 {
     #[inline(always)]
     fn rounded(x: f32) -> f32 {
         tf32(x)
-    }
-
-    /// A number of fewer bits, which stays.
-    #[inline(always)]
-    fn of_stored(x: bf16) -> f32 {
-        f32::from_bits(u32::from(x.to_bits()) << 16)
     }
 }
 
@@ -657,8 +628,10 @@ impl<M: Micro, F: Format> Micro for Rounded<M, F> {
             // SAFETY: the contiguous elements of a lane, in both kinds.
             unsafe {
                 match from.from(lane * apart) {
-                    Elements::Full(from) => map_row(std::slice::from_raw_parts(from, k), to, F::rounded),
-                    Elements::Rounded(from) => map_row(std::slice::from_raw_parts(from, k), to, F::of_stored),
+                    Elements::Full(from) => round_row::<F, _>(std::slice::from_raw_parts(from, k), to, |x| *x),
+                    Elements::Rounded(from) => round_row::<F, _>(std::slice::from_raw_parts(from, k), to, |x| {
+                        f32::from_bits(u32::from(x.to_bits()) << 16)
+                    }),
                 }
             }
         }
@@ -681,9 +654,9 @@ unsafe fn pack_as<M: Micro, F: Format + ?Sized>(strip: Strip, to: *mut f32, step
     });
 }
 
-/// Writes `f` of the elements of a row.
-fn map_row<T: Copy>(from: &[T], to: &mut [f32], f: impl Fn(T) -> f32) {
-    wide!(to.iter_mut().zip(from).for_each(|(to, &x)| *to = f(x)));
+/// Writes the elements of a row, widened by `f`, rounded to a format.
+fn round_row<F: Format, T>(from: &[T], to: &mut [f32], f: impl Fn(&T) -> f32) {
+    wide!(to.iter_mut().zip(from).for_each(|(to, x)| *to = F::rounded(f(x))));
 }
 
 /// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
