@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// What `--mesh` has for the fastest mesh.
 const AUTO: &str = "auto";
 
-/// So long is measured, where a mesh takes many steps meanwhile.
+/// The time that measuring takes, unless ten steps take longer.
 const BUDGET: Duration = Duration::from_secs(10);
 
 /// Meshes that take steps: those that the planner predicts to be the fastest.
@@ -50,7 +50,7 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
     // Tiny models: the planner's numbers only order the meshes.
     let (machine, disturbance) = measure::measure(&measure::TINY, &mut |_, _, _| {})?;
     let (system, mut counter) = (System::known(machine.system())?.on(&machine), Counter::default());
-    // Of each mesh its step's seconds, and the bytes of all ranks.
+    // For each mesh: the seconds of a step, and the bytes of all ranks.
     let mut found: Vec<(String, Config, [f64; 2])> = Vec::new();
     for (mesh, config) in tried {
         let ranks = config.parallelism.world_size().unwrap_or(1);
@@ -61,7 +61,7 @@ pub fn chosen(args: Args) -> Result<(Args, Option<String>), Box<dyn std::error::
         }
     }
     found.sort_by(|a, b| a.2[0].total_cmp(&b.2[0]));
-    // Their models are in memory side by side; the first one is in any case.
+    // All of them are in memory at the same time. The first one takes part in any case.
     let mut left = machine.card.memory * machine.cards() as f64;
     let side_by_side = found.into_iter().take(FEW).enumerate().take_while(|(at, (_, _, [_, bytes]))| {
         left -= bytes;

@@ -84,7 +84,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Lookout {
-    /// Of so many ranks on this host.
+    /// A lookout where `ranks` ranks share this host's cores.
     pub(crate) fn new(source: Source, ranks: usize) -> Lookout {
         Lookout {
             source,

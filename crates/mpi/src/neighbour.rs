@@ -87,7 +87,7 @@ fn hear(stream: &mut TcpStream) -> io::Result<Offer> {
     Ok(words.map(u64::from_le_bytes))
 }
 
-/// A number that no other process has.
+/// A random number, which another process does not have by chance.
 fn random() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     std::hash::RandomState::new().build_hasher().finish()

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_pause_can_sleep_as_briefly_as_it_likes() {
+    fn no_pause_panics_when_it_sleeps() {
         for longest in [Duration::ZERO, Duration::from_micros(200)] {
             for mut pause in [Pause::of_rank(longest), Pause::of_thread(longest), Pause::of_sleeper(longest)] {
                 pause.sleep();

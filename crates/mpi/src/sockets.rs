@@ -390,7 +390,7 @@ mod tests {
         (one, accept(&listener).unwrap().0)
     }
 
-    /// Until it is done, within a minute.
+    /// Asks `is_done` for at most a minute.
     fn until(mut is_done: impl FnMut() -> bool) {
         let begun = Instant::now();
         while !is_done() {

@@ -28,7 +28,7 @@ const STEPS: f64 = 10.0;
 /// Ratios of two steps of a round are taken to be at least this far off: a few of them may agree by chance.
 const NOISE: f64 = 0.07;
 
-/// Seconds of the steps of each configuration, in the order of preference. One that is out has fewer than the others.
+/// Seconds of the steps of each configuration, in the order of preference. One that has dropped out has fewer steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Race(pub Vec<Vec<f64>>);
 

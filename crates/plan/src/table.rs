@@ -74,10 +74,10 @@ const COLUMNS: [Column; 18] = [
     Column::new("pipeline.virtual_stages", &["vp", "virtual_stages"]),
 ];
 
-/// Columns without which no row is predicted, beside those of the model's sizes.
+/// Columns that every row needs, in addition to the sizes of the model.
 const NEEDED: [&str; 4] = ["gpus", "global_batch", "micro_batch", "seq"];
 
-/// Columns in place of which a table may name the model.
+/// The sizes of the model. A table needs these columns unless it names the model.
 const SIZES: [&str; 3] = ["hidden", "layers", "heads"];
 
 const PRESET: &str = "model.preset";
@@ -194,7 +194,7 @@ impl Table {
         if !lacking.is_empty() {
             return Err(refuse(lacks(&lacking)));
         }
-        // Where the sizes are told, the model is but a name.
+        // If the columns give all sizes, the model's name is not looked up.
         let told = preset || SIZES.iter().all(|size| numbers.contains_key(size));
         if let Some(model) = model.filter(|_| !told) {
             let (_, known) = MODELS.iter().find(|(known, _)| *known == model).ok_or_else(|| {
