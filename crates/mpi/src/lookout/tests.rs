@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Nobody wakes by himself.
+/// Its ranks sleep until something wakes them.
 fn lookout(source: Source) -> Arc<Lookout> {
     Arc::new(Lookout { longest: 60 * MINUTE, ..Lookout::new(source, 1) })
 }
@@ -24,18 +24,19 @@ fn connected() -> (Arc<Lookout>, Arc<Connection>, TcpStream) {
     (lookout(Source::Connections(Arc::new(watch))), connection, other)
 }
 
-/// A rank that sleeps once, and says so when it is awake.
+/// A rank that sleeps once, and says so when its wait is over. It sleeps when this returns, or has been woken since.
 fn rank(lookout: &Arc<Lookout>) -> (Arc<Bell>, Receiver<()>) {
     let (bell, (tell, told)) = (Arc::new(Bell::new(lookout)), channel());
     let (lookout, own) = (lookout.clone(), bell.clone());
-    let waiting = own.heard();
-    let asleep = lookout.clone();
-    thread::spawn(move || {
-        let _waiting = own.enter();
-        asleep.sleep(&own, waiting, &mut asleep.pause());
+    let heard = own.heard();
+    let thread = thread::spawn(move || {
+        let waiting = own.enter();
+        lookout.sleep(&own, heard, &mut lookout.pause());
+        drop(waiting); // hands on that it looks out
         tell.send(()).unwrap();
     });
-    while !lock(&lookout.asleep).iter().any(|other| Arc::ptr_eq(other, &bell)) {
+    let sleeps = || [&bell.is_asleep, &bell.is_at_post].iter().any(|at| at.load(Ordering::SeqCst));
+    while !sleeps() && !thread.is_finished() {
         thread::yield_now();
     }
     (bell, told)
