@@ -6,6 +6,7 @@
     benches/planned.py --processes 2 [--docs]  # over two processes joined by TCP: those of the meshes that have an even number of ranks
     benches/planned.py --processes 2 --mpirun target/mpi/openmpi/bin/mpirun
     benches/planned.py --minutes 7 --rows FILE  # as many meshes as begin within 7 minutes; the next such call goes on, and the last one reports
+    benches/planned.py --auto       # what `gpt_train --mesh auto` takes, against runs of all meshes of two ranks in turn: 3 minutes
     benches/planned.py --self-test  # two meshes of a tiny model, into a temporary folder: for .ci/run
 
 `examples/plan --measure` measures the machine, by other models, before each run, because its speed changes from minute to minute: a run is
@@ -205,6 +206,47 @@ def summary(rows, turns):
     )
 
 
+def auto(folder, preset, rounds):
+    """What `--mesh auto` takes in each round, and the seconds of steps of all meshes that it chooses from, in turn."""
+    batch = sets(preset, (1, 1, 1, 1), {})[:4]  # Of these keys only the model and the batch: --mesh has the degrees.
+    alike = [mesh for mesh, keys in MESHES if ranks_of(mesh) <= os.cpu_count() and not keys]
+    taken, turns = [], {words(mesh, {}): [] for mesh in alike}
+    for _ in range(rounds):
+        argv = [OURS.build("gpt_train"), "--mesh", "auto", *batch, "--set", "metrics.sample_tokens=0", "--steps", "1"]
+        told = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
+        check(argv, told.returncode, told.stderr)
+        taken.append(re.search(r"--mesh auto takes (([\w=,]+): .*)", told.stdout + told.stderr).groups())
+        for mesh in alike:
+            turns[words(mesh, {})] += measured(folder, preset, mesh, {}, Processes(1, None))
+    return taken, turns
+
+
+def auto_report(taken, turns, hardware):
+    best = min(turns, key=lambda name: statistics.median(turns[name]))
+    least = statistics.median(turns[best])
+    lost = [statistics.median(turns[name]) / least - 1 for _, name in taken]
+    lines = [
+        f"# What --mesh auto takes: {hardware}, {datetime.date.today().isoformat()}",
+        "",
+        f"`benches/planned.py --auto`: model `small`, batches of {BATCH} sequences; in each of {len(taken)} rounds `gpt_train --mesh auto`, and then",
+        f"runs of {STEPS + 1} steps of every mesh that it chooses from, in turn. `{best}` is the fastest; steps of the slowest mesh that was taken",
+        f"are {100 * max(lost):.1f}% longer.",
+        "",
+        "| mesh | median step | fastest | slowest | beside the fastest mesh |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {statistics.median(times):.3f} s | {min(times):.3f} s | {max(times):.3f} s | {100 * (statistics.median(times) / least - 1):+.1f}% |"
+            for name, times in turns.items()
+        ),
+        "",
+        "What it said:",
+        "",
+        *(f"- `{said}`" for said, _ in taken),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def report(rows, turns, told, hardware, processes):
     peaks = [row["peak"] / 1e9 for row in rows]
     lines = [
@@ -239,6 +281,19 @@ def report(rows, turns, told, hardware, processes):
     return "\n".join(lines)
 
 
+def hardware_here():
+    facts = machine.hardware(os.cpu_count())
+    return f"{facts['cpu']}, {facts['cores']} cores"
+
+
+def written(text, results, what):
+    """Prints a report and returns the file that it is written to."""
+    path = results / f"{datetime.date.today().isoformat()}-{machine.slug(machine.hardware(os.cpu_count()))}-{what}.md"
+    path.write_text(text, encoding="utf-8")
+    print(text)
+    return path
+
+
 def main():
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--docs", action="store_true", help="write the summary into docs/planner.md")
@@ -246,12 +301,18 @@ def main():
     parse.add_argument("--mpirun", metavar="COMMAND", help="what starts the processes, such as mpirun --oversubscribe [default: this script, over TCP]")
     parse.add_argument("--minutes", type=float, help="begin no run after so many minutes [default: all in one call]")
     parse.add_argument("--rows", metavar="FILE", type=Path, help="with --minutes: where the rows are kept between the calls")
+    parse.add_argument("--auto", action="store_true", help="what --mesh auto takes, against runs in turn")
     parse.add_argument("--self-test", action="store_true", help="two meshes of a tiny model, into a temporary folder")
     args = parse.parse_args()
     preset, meshes, tries, rounds = ("tiny", MESHES[3:5], 1, 1) if args.self_test else ("small", MESHES, TRIES, ROUNDS)
     processes = Processes(args.processes, args.mpirun)
+    hardware = hardware_here()
     meshes = [(mesh, keys) for mesh, keys in meshes if ranks_of(mesh) % processes.count == 0]
     folder = Path(tempfile.mkdtemp(prefix="meshwork-planned-"))
+    results = folder if args.self_test else ROOT / "benches" / "results"
+    if args.auto:
+        written(auto_report(*auto(folder, preset, rounds), hardware), results, "auto")
+        return
     cluster = folder / "this-machine.toml"
     kept = args.rows or folder / "rows.jsonl"
     meshes = {words(*mesh): mesh for mesh in meshes}
@@ -281,14 +342,8 @@ def main():
     for _ in range(rounds):
         for name, times in turns.items():
             times += measured(folder, preset, *meshes[name], processes)
-    facts = machine.hardware(os.cpu_count())
-    hardware = f"{facts['cpu']}, {facts['cores']} cores"
-    text = report(rows, turns, told, hardware, processes)
-    results = folder if args.self_test else ROOT / "benches" / "results"
     over = f"-{processes.count}-processes" if processes.count > 1 else ""
-    path = results / f"{datetime.date.today().isoformat()}-{machine.slug(facts)}-planned{over}.md"
-    path.write_text(text, encoding="utf-8")
-    print(text)
+    path = written(report(rows, turns, told, hardware, processes), results, f"planned{over}")
     if args.docs:
         page = DOCS.read_text(encoding="utf-8")
         begin = f"<!-- benches/planned.py{f' --processes {processes.count}' if processes.count > 1 else ''} --docs -->\n"
