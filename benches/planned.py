@@ -311,7 +311,7 @@ def main():
     folder = Path(tempfile.mkdtemp(prefix="meshwork-planned-"))
     results = folder if args.self_test else ROOT / "benches" / "results"
     if args.auto:
-        written(auto_report(*auto(folder, preset, rounds), hardware), results, "auto")
+        written(auto_report(*auto(folder, preset, rounds), hardware), results, "mesh-auto")
         return
     cluster = folder / "this-machine.toml"
     kept = args.rows or folder / "rows.jsonl"
