@@ -104,7 +104,16 @@ fn one(given: &Keys, system: &System, cluster: &Cluster) -> Result<String, PlanE
     let degree = |axis: &str| given.get(&format!("parallelism.{axis}")).and_then(|degree| degree.as_integer());
     let replicas: i64 = ["dp", "cp"].into_iter().filter_map(degree).product();
     let keys: Keys = system.keys_of(replicas as usize).into_iter().chain(given.clone()).collect();
-    let step = Job::new(configured(&keys)?, &mut Counter::default()).and_then(|job| job.predict(system, cluster));
+    let config = configured(&keys)?;
+    let (ranks, cards) = (config.parallelism.world_size().unwrap_or(1), cluster.cards());
+    if ranks > cards && cluster.cores.is_none() {
+        return Err(PlanError::File {
+            file: format!("{cards} cards of {}", cluster.name),
+            problem: format!("the configuration has {ranks} ranks"),
+            valid: format!("use --cards {ranks}, or smaller degrees"),
+        });
+    }
+    let step = Job::new(config, &mut Counter::default()).and_then(|job| job.predict(system, cluster));
     Ok(format!("{}\n", table::line(0, &step)))
 }
 

@@ -54,7 +54,7 @@ pub struct Options {
     #[arg(long)]
     pub json: bool,
     /// How far all systems are off on their published runs: the table of docs/planner.md
-    #[arg(long, conflicts_with_all = ["table", "fit"])]
+    #[arg(long, conflicts_with_all = ["table", "fit", "system"])]
     pub errors: bool,
     /// How often to save, and the share of time that trains, for 8 to 100,000 cards
     #[arg(long, conflicts_with_all = ["table", "errors", "fit"])]

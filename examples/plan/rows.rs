@@ -20,7 +20,8 @@ pub fn rows(options: &Options, path: &Path, name: &str) -> Result<String, PlanEr
     let given = options.keys()?;
     let rows = Table::from_toml(&file, &text, name)?.rows(name, &given, &system, &mut Counter::default())?;
     let mut shown = String::new();
-    if !options.json && rows.iter().any(Result::is_ok) {
+    if let Some(row) = rows.iter().flatten().next().filter(|_| !options.json) {
+        shown += &format!("the system {} on {} (another one: --system NAME)\n\n", options.system(), row.cluster.name);
         shown += "row   predicted    measured     off      memory  fits\n";
     }
     let mut reasons: Vec<(String, Vec<usize>)> = Vec::new();

@@ -1,7 +1,7 @@
 //! Dry runs: one step of one rank on the meta device with recording communicators. A dry run executes the same code as
 //! training.
 
-pub use crate::step::prediction::{Prediction, bytes_on, crowded, predict};
+pub use crate::step::prediction::{Prediction, bytes_on, crowded, peak_bytes, predict};
 
 use crate::prelude::*;
 use crate::step::prediction::{blank_batch, blank_device, trainer};

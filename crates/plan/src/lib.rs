@@ -8,6 +8,7 @@ mod disturbance;
 mod error;
 pub mod fit;
 pub mod goodput;
+mod layout;
 pub mod measure;
 pub mod memory;
 mod plan;

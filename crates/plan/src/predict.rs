@@ -195,22 +195,30 @@ impl Job {
         of(parameters.dense, all) + of(parameters.experts, experts)
     }
 
-    /// Bytes of the fullest rank as `--steps 0` predicts them: a dry run of a whole step of one rank of each stage. The
-    /// first of the ranks along tp, cp, dp and ep has the largest parts.
+    /// Bytes of the fullest rank as `--steps 0` predicts them: a dry run of a step of one rank of each stage, without
+    /// the micro-batches that repeat others. The first of the ranks along tp, cp, dp and ep has the largest parts.
     ///
     /// # Errors
     /// A step that does not run.
     pub fn dry_memory(&self) -> Result<f64, PlanError> {
+        self.dry_memory_up_to(f64::INFINITY)
+    }
+
+    /// The same, or the bytes of the first rank that has more than `most`.
+    pub(crate) fn dry_memory_up_to(&self, most: f64) -> Result<f64, PlanError> {
         if let Some(bytes) = self.dry.get() {
             return Ok(*bytes);
         }
         let mesh = self.config.mesh()?;
         let of_stage = mesh.world_size() / self.config.parallelism.pp;
-        let mut most = 0;
+        let mut fullest = 0.0_f64;
         for stage in 0..self.config.parallelism.pp {
-            most = most.max(plan::predict(&self.config, stage * of_stage)?.peak_bytes());
+            fullest = fullest.max(plan::peak_bytes(&self.config, stage * of_stage)? as f64);
+            if fullest > most {
+                return Ok(fullest);
+            }
         }
-        Ok(*self.dry.get_or_init(|| most as f64))
+        Ok(*self.dry.get_or_init(|| fullest))
     }
 }
 

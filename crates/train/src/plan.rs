@@ -5,7 +5,7 @@ use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype, MoeRouter};
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
-pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
+pub use crate::predict::{EqualRanks, memory, peak_bytes, predict, predict_all, world_bytes};
 use crate::{peers, replay};
 use meshwork_compress::{Scales, Shape, Values, wire_bytes};
 use meshwork_core::{Axis, Record};

@@ -14,6 +14,14 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
     dry_run::predict(&config.model(), &config.plan()?, world_rank)
 }
 
+/// The most bytes of a step of the rank `world_rank`, without all of its micro-batches.
+///
+/// # Errors
+/// As [`dry_run::peak_bytes`].
+pub fn peak_bytes(config: &Config, world_rank: usize) -> Result<u64, TrainError> {
+    dry_run::peak_bytes(&config.model(), &config.plan()?, world_rank)
+}
+
 /// Ranks of one pp rank that do the same work.
 #[derive(Clone, Debug)]
 pub struct EqualRanks {

@@ -1,8 +1,9 @@
 //! Memory, work and communication of a step of one rank, found by running it on a device without values.
 
 use super::prelude::*;
-use crate::Compress;
 use crate::offload::Traffic;
+use crate::{Compress, ScheduleSpec};
+use meshwork_pipeline::Shape;
 use meshwork_tensor::MemoryUse;
 use meshwork_tensor::meta::Meta;
 
@@ -61,12 +62,54 @@ pub fn crowded(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     Ok(predict_on(device, model, plan, world_rank)?.memory)
 }
 
+/// The [peak](Prediction::peak_bytes) of [`predict`], from a step of as few micro-batches as need be: in the middle of
+/// a long step a rank holds the same again and again.
+///
+/// # Errors
+/// As [`predict`].
+pub fn peak_bytes(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<u64> {
+    let (micros, few) = (plan.num_microbatches()?, few_micros(plan)?);
+    // A reference takes a pass over all samples before the step.
+    if few < micros && model.reference().is_none() {
+        let samples = plan.global_batch_size;
+        let short = Plan { global_batch_size: samples / micros * few, num_microbatches: Some(few), ..plan.clone() };
+        let mut trainer = trainer(model, &short, world_rank, blank_device(plan))?;
+        // Each micro-batch leaves notes of statistics until the end of the step.
+        if trainer.cut.layout.declarations.statistics().is_empty() {
+            trainer.plan.global_batch_size = samples; // all of which have a loss
+            return Ok(measured(trainer, false)?.peak_bytes());
+        }
+    }
+    Ok(predict(model, plan, world_rank)?.peak_bytes())
+}
+
+/// The fewest micro-batches of a step in which ranks hold what they hold in a step of this plan. All of them where
+/// this depends on their number: sums in the order of a tree, activations of samples, gradients that are parked.
+fn few_micros(plan: &Plan) -> Result<usize> {
+    let micros = plan.num_microbatches()?;
+    let parks = plan.offload.as_ref().is_some_and(|of| of.gradients || of.activations || of.samples);
+    Ok(match plan.schedule {
+        ScheduleSpec::Named { generator, virtual_stages, .. }
+            if plan.blocks().is_none() && !plan.compress.is_some() && plan.compress.aqsgd.is_none() && !parks =>
+        {
+            let shape = generator.shape(plan.mesh.degree(Axis::Pp), micros);
+            generator.few_micros(Shape { virtual_stages: virtual_stages.unwrap_or(shape.virtual_stages), ..shape })
+        }
+        _ => micros,
+    })
+}
+
 fn predict_on(device: Arc<dyn Device>, model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction> {
     // Memory is the most of both: a step that does not compress yet, and a step that does.
     let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
     let start_step = plan.compress.start_step.min(2);
     let plan = &Plan { compress: Compress { start_step, ..plan.compress }, ..plan.clone() };
-    let mut trainer = trainer(model, plan, world_rank, device.clone())?;
+    measured(trainer(model, plan, world_rank, device)?, begins_later)
+}
+
+/// Steps of a trainer on a device without values, of which the last is measured.
+fn measured(mut trainer: Trainer, begins_later: bool) -> Result<Prediction> {
+    let device = trainer.device.clone();
     let parameters = trainer.local_elements();
     let model_bytes = device.meter().live_bytes();
     // Measure the last of these steps: the steps that overlap with it are then under way.
@@ -74,7 +117,7 @@ fn predict_on(device: Arc<dyn Device>, model: &Arc<dyn Model>, plan: &Plan, worl
     let mut reports = Vec::new();
     let (mut flops, mut moved) = (0, Traffic::default());
     // With AQ-SGD the step in which samples are new takes the most memory, and a later step says what is sent.
-    let has_new = plan.compress.aqsgd.is_some();
+    let has_new = trainer.plan.compress.aqsgd.is_some();
     let before = trainer.steps_ahead() + usize::from(has_new) + usize::from(begins_later);
     for step in 0..=before {
         if step < before {

@@ -4,6 +4,7 @@
 mod channel;
 mod error;
 mod flow;
+mod moments;
 
 use std::collections::HashMap;
 use std::ops::Range;

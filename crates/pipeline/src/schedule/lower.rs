@@ -135,6 +135,11 @@ impl Lowered {
 ///
 /// The schedule is proved before and after.
 pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
+    Lowered::new(with_messages(schedule)?)
+}
+
+/// The same without the second proof.
+pub(super) fn with_messages(schedule: &Schedule) -> Result<Schedule, CheckError> {
     check(schedule)?;
     // By sender and receiver: the receives of all sent messages, in the order of sending.
     let mut sent = vec![VecDeque::new(); schedule.ranks * schedule.ranks];
@@ -164,7 +169,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, CheckError> {
         }
         actions.push(lowered);
     }
-    Lowered::new(Schedule { actions, ..schedule.clone() })
+    Ok(Schedule { actions, ..schedule.clone() })
 }
 
 /// The send of the result that an action makes for another rank.

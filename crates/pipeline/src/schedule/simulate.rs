@@ -1,9 +1,10 @@
 //! Simulates a schedule with given costs.
 
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, WeightGradient};
+use super::lower::with_messages;
 use super::needs::{Form, Graph};
 use super::walk::{Terms, Walk, walk};
-use super::{Action, CheckError, Fault, Interval, Schedule, Timeline, lower};
+use super::{Action, CheckError, Fault, Interval, Schedule, Timeline};
 
 /// The costs of the parts of a schedule, in any unit of time; per stage, the time for one micro-batch.
 #[derive(Clone, Debug, PartialEq)]
@@ -112,14 +113,13 @@ impl Costs {
 /// ```
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, CheckError> {
     let refuse = |fault| CheckError { schedule: schedule.name.clone(), fault };
-    let lowered = lower(schedule)?;
+    let schedule = &with_messages(schedule)?;
     costs.check(schedule.stages()).map_err(refuse)?;
-    let schedule = lowered.schedule();
     let graph = Graph::new(schedule, Form::Lowered);
     let delay = if costs.overlap { costs.transfer } else { [0.0; 2] };
     let terms = Terms { busy: &|action| costs.busy(action), delay, in_flight: None };
     let Walk::Done(starts) = walk(&graph, &terms) else {
-        unreachable!("a Lowered reaches its end under any timing");
+        unreachable!("a schedule that is proved reaches its end under any timing");
     };
     let ranks = schedule.actions.iter().zip(&starts).map(|(row, starts)| {
         let computed = row.iter().zip(starts).filter(|(action, _)| !action.kind.is_message());

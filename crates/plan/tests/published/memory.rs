@@ -4,7 +4,7 @@ use meshwork_plan::search::assigned;
 use meshwork_plan::table::configured;
 use meshwork_plan::{Cluster, Counter, Job, System, memory::report};
 use meshwork_train::config::{Config, RecomputeWord, Recomputed};
-use meshwork_train::plan::memory;
+use meshwork_train::plan::{memory, peak_bytes, predict};
 use meshwork_train::plan_memory::candidates;
 
 /// Degrees of dp, tp, pp and cp, and keys that change what a rank holds.
@@ -47,6 +47,49 @@ fn the_planner_and_a_dry_run_of_all_ranks_agree_to_the_byte() {
         let most = memory(&config).unwrap().iter().map(|of_rank| of_rank.total()).max().unwrap();
         let step = Job::new(config, &mut Counter::default()).unwrap().predict(&system, &cluster).unwrap();
         assert_eq!(step.memory, most as f64, "dp={dp}, tp={tp}, pp={pp}, cp={cp}, {more:?}");
+    }
+}
+
+/// Of a long step the planner runs a few micro-batches, where that is enough: whatever the schedule, what ranks share
+/// out and compute again, and whether a step's memory depends on the number of its micro-batches.
+#[test]
+fn a_few_micro_batches_hold_what_all_of_them_do() {
+    // With pp and chunks. In 1F1B of one rank a third micro-batch repeats nothing yet: sums of ZeRO are on their way.
+    let schedules: [(&str, usize, usize); 9] = [
+        ("gpipe", 2, 1),
+        ("1f1b", 1, 1),
+        ("1f1b", 4, 1),
+        ("interleaved_1f1b", 2, 2),
+        ("breadth_first", 2, 2),
+        ("zb_h1", 4, 1),
+        ("zb_h2", 2, 1),
+        ("zb_v", 4, 2),
+        ("dualpipe_v", 4, 2),
+    ];
+    let more: [&[&str]; 8] = [
+        &[],
+        &["training.dtype=bf16", "memory.recompute=full", "parallelism.zero_stage=1"],
+        &["training.dtype=bf16", "memory.recompute=selective", "parallelism.zero_stage=2", "memory.loss_chunk=8"],
+        &["memory.recompute=none", "parallelism.zero_stage=3", "memory.sequence_block=8"],
+        &["training.numerics=canonical"],
+        &["moe.num_experts=4", "moe.router=bias"],
+        &["memory.offload=optimizer", "memory.offload_dir=."],
+        &["memory.offload=all", "memory.offload_dir=."],
+    ];
+    let sizes = "training.global_batch_size=64 training.micro_batch_size=1 training.steps=0 parallelism.dp=2 \
+                 model.num_layers=8 model.hidden_size=32 model.vocab_size=64 model.seq_len=16";
+    for (schedule, pp, chunks) in schedules {
+        for keys in more {
+            let own = format!(
+                "{sizes} parallelism.pp={pp} pipeline.schedule={schedule} pipeline.virtual_stages={chunks} {}",
+                keys.join(" ")
+            );
+            let config = configured(&own.split_whitespace().map(|text| assigned(text).unwrap()).collect()).unwrap();
+            for rank in (0..pp).map(|stage| 2 * stage) {
+                let all = predict(&config, rank).unwrap().peak_bytes();
+                assert_eq!(peak_bytes(&config, rank).unwrap(), all, "rank {rank} of {own}");
+            }
+        }
     }
 }
 
@@ -135,7 +178,7 @@ fn estimates_of_experts_agree_with_a_dry_run_to_the_byte() {
         keys.insert("training.micro_batch_size".into(), 1.into());
         let case = format!("dp={dp}, ep={ep}, tp={tp}, cp={cp}, stage {stage}");
         let config = configured(&keys).unwrap();
-        let dry = meshwork_train::plan::predict(&config, 0).unwrap();
+        let dry = predict(&config, 0).unwrap();
         let job = Job::new(config, &mut Counter::default()).unwrap();
         let mut system = System::known("meshwork-cpu").unwrap();
         let ranks = (dp * cp) as f64;

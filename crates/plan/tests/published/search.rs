@@ -284,7 +284,9 @@ fn one_replica_has_plans_of_every_system() {
         assert!(!found(&keys, &system, &cluster(), 1, &mut counter).best.is_empty(), "{name}");
     }
     keys.insert("parallelism.zero_stage".into(), 1.into());
-    assert!(found(&keys, &System::known("megatron-h100").unwrap(), &cluster(), 1, &mut counter).points.is_empty());
+    let megatron = System::known("megatron-h100").unwrap();
+    let error = search(&keys, 16, &megatron, &cluster(), 1, &mut counter, &mut |_, _, _| {}).unwrap_err().to_string();
+    assert!(error.starts_with("parallelism.zero_stage = 1: no ranks to share out with"), "{error}");
 }
 
 /// Bytes of the fullest rank, as this command prints them with `--steps 0`.
@@ -321,6 +323,14 @@ fn the_fastest_plan_is_the_best_of_a_search() {
         assert_eq!(told(alone), told(best), "{memory}");
     }
     assert!((1..5).contains(&none), "{none}");
+}
+
+/// A key that no configuration has is named, with the nearest one.
+#[test]
+fn a_search_names_a_key_that_no_configuration_has() {
+    let keys = small(&[("parallelism.tpp", 2.into())]);
+    let error = search(&keys, 16, &quick(), &cluster(), 1, &mut Counter::default(), &mut |_, _, _| {}).unwrap_err();
+    assert!(error.to_string().contains("parallelism.tpp") && error.to_string().contains("parallelism.tp"), "{error}");
 }
 
 /// Where only offloaded states fit, they are found, and their bytes are those of a dry run.

@@ -197,7 +197,8 @@ const FORMER: [(&str, &str, &str); 1] = [("numerics", "leaves", "reduction_block
 pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
     let former = FORMER.iter().find(|(of, former, _)| (*of, *former) == (section, name));
     let name = former.map_or(name, |&(_, _, name)| name);
-    all().find(|(of, key)| *of == section && key.name == name)
+    let section = SECTIONS.iter().find(|known| known.name == section)?;
+    section.keys.iter().find(|key| key.name == name).map(|key| (section.name, key))
 }
 
 /// The former name of the key `section.name`, if it had one.
