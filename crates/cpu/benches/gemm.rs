@@ -31,14 +31,17 @@ use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
 /// reads its weight at twice as many bytes per second as it has operations. `square..` has the projection alone, whose
-/// extents are all the same. `sample` is `small` with one sample at a time.
-const PRESETS: [(&str, usize, usize, usize); 14] = [
+/// extents are all the same. `sample` is `small` with one sample at a time, `chunk..` are `medium` with the logits of
+/// some tokens at a time.
+const PRESETS: [(&str, usize, usize, usize); 16] = [
     ("token", 1, 768, 50_257),
     ("tokens4", 4, 768, 50_257),
     ("tokens16", 16, 768, 50_257),
     ("tiny", 2048, 128, 256),
     ("small", 3072, 384, 256),
     ("sample", 256, 384, 256),
+    ("chunk128", 128, 512, 50_304),
+    ("chunk256", 256, 512, 50_304),
     ("medium", 2048, 512, 50_257),
     ("gpt2", 2048, 768, 50_304),
     ("square128", 128, 128, 0),

@@ -489,3 +489,24 @@ fn few_columns_have_the_bits_of_many() {
         }
     }
 }
+
+/// Products of some rows and a large transposed factor, which is read as the left one of the transposed product: with
+/// parts of C, squares and tiles that are not whole, and rows whose addresses map to the same sets of the L1 cache.
+#[test]
+fn large_transposed_factors_have_the_bits_of_plain_products() {
+    for dims @ [m, n, k] in [[17, 1000, 300], [61, 2003, 515], [96, 1120, 256], [150, 1601, 257], [37, 203, 1024]] {
+        let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", n * k));
+        let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
+        for (precision, a_strides) in Precision::ALL.into_iter().flat_map(|of| [(of, (k, 1)), (of, (1, m))]) {
+            for (left, right) in [
+                (Full(&a[..], a_strides), Full(&b[..], (1, k))),
+                (Rounded(&rounded_a, a_strides), Rounded(&rounded_b, (1, k))),
+            ] {
+                let [mut got, mut want] = [(); 2].map(|()| vec![f32::NAN; m * n]);
+                gemm(factors(precision, dims, left, right), (&mut want, (n, 1)), Update::Overwrite);
+                gemm_shared(factors(precision, dims, left, right), &mut got, Update::Overwrite, Epilogue::Nothing);
+                assert!(got == want, "{precision:?}, {dims:?}, strides {a_strides:?}");
+            }
+        }
+    }
+}
