@@ -78,17 +78,17 @@ pub fn search(
         }
     }
     let too_large = plans.first().filter(|plan| !plan.step.fits).cloned();
-    let (best, mut refused) = of.best(&plans, count, f64::INFINITY);
+    let best = of.best(&plans, count);
+    let mut smallest = front.last().cloned();
     if best.is_empty() {
-        refused.extend(front.iter().rev().take(SMALLEST).filter_map(|plan| of.checked(plan, f64::INFINITY)));
+        let tried = plans.iter().filter(|plan| plan.step.fits).chain(front.iter().rev().take(SMALLEST));
+        let dry = tried.filter_map(|plan| of.checked(plan, f64::INFINITY));
+        smallest = dry.min_by(|a, b| a.step.memory.total_cmp(&b.step.memory)).or(smallest);
     }
-    let smaller = |a: &&Plan, b: &&Plan| a.step.memory.total_cmp(&b.step.memory);
-    let smallest = refused.iter().filter(|_| best.is_empty()).min_by(smaller).or(front.last()).cloned();
     Ok(Found { best, front, points, too_large, smallest, plans: plans.len() + beaten, layers: counter.layers() })
 }
 
-/// The fastest plan that fits, and nothing of those that do not: layouts that cannot fit are not simulated, and the dry
-/// run of a plan ends with the first rank that does not fit.
+/// The fastest plan that fits, and nothing of those that do not: layouts that cannot fit are not simulated.
 ///
 /// # Errors
 /// As [`search`].
@@ -101,11 +101,10 @@ pub fn fastest(
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Option<Plan>, PlanError> {
     let mut of = Search { given, samples, system, cluster, counter, progress };
-    let most = cluster.card.memory;
     let mut layouts = of.layouts()?;
-    layouts.retain(|layout| layout.bound.1 <= most);
+    layouts.retain(|layout| layout.bound.1 <= cluster.card.memory);
     let (plans, _) = of.simulated(layouts, 1)?;
-    Ok(of.best(&plans, 1, most).0.pop())
+    Ok(of.best(&plans, 1).pop())
 }
 
 /// What is searched, and what the parts of a search share.
@@ -147,22 +146,18 @@ impl Search<'_> {
         Some(Plan { step: job.predict(self.system, self.cluster).ok()?, ..plan.clone() })
     }
 
-    /// The best plan of each of `count` meshes that fit by a dry run, and those of the plans that do not fit that take
-    /// up to `most` bytes.
-    fn best(&mut self, plans: &[Plan], count: usize, most: f64) -> (Vec<Plan>, Vec<Plan>) {
-        let (mut best, mut refused): (Vec<Plan>, Vec<Plan>) = (Vec::new(), Vec::new());
+    /// The best plan of each of `count` meshes that fit by a dry run, which ends with the first rank that does not fit.
+    fn best(&mut self, plans: &[Plan], count: usize) -> Vec<Plan> {
+        let mut best: Vec<Plan> = Vec::new();
         for plan in plans.iter().filter(|plan| plan.step.fits) {
             if best.len() < count && best.iter().all(|other| other.mesh != plan.mesh) {
                 (self.progress)("dry runs of the best", best.len(), count);
-                match self.checked(plan, most) {
-                    Some(dry) if dry.step.fits => best.push(dry),
-                    dry => refused.extend(dry),
-                }
+                best.extend(self.checked(plan, self.cluster.card.memory).filter(|dry| dry.step.fits));
             }
         }
         (self.progress)("dry runs of the best", count, count);
         best.sort_by(Plan::order);
-        (best, refused)
+        best
     }
 
     /// Degrees of dp, tp, pp, cp and ep of all cards.
