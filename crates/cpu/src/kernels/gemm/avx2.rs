@@ -10,7 +10,7 @@
 //!
 //! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
-use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Micro, Place, Strip, Tile, pack_as, quads};
+use super::{Bf16, COPIED_ROWS, CopyFn, Elements, Grid, Line, Micro, Place, Strip, Tile, pack_as, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 

@@ -8,7 +8,7 @@
 //! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
 use super::avx2::{first_lanes as half_lanes, load_lanes};
-use super::{COPIED_ROWS, CopyFn, Elements, Micro, Place, Strides, Strip, Tile, quads};
+use super::{COPIED_ROWS, CopyFn, Elements, Line, Micro, Place, Strides, Strip, Tile, quads};
 use half::bf16;
 use std::arch::x86_64::*;
 

@@ -62,8 +62,9 @@
 //! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
 /// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats, and of at most `$step` terms by a `transpose`; and
-/// [`Micro::COPY`] by a load and a store. It prefetches the terms that are copied next: rows that come from memory are
-/// too short for the CPU to prefetch in time.
+/// [`Micro::COPY`] by a load and a store. Both prefetch: a copy the terms that are copied next, a transpose the lanes
+/// of the next strip, into the L2 cache, because rows of a distance that is a power of two share sets of the L1 cache.
+/// Rows that come from memory are too short for the CPU to prefetch in time.
 #[cfg(target_arch = "x86_64")]
 macro_rules! packed {
     (
@@ -105,6 +106,11 @@ macro_rules! packed {
                 }
                 Elements::Full(from) if along == 1 => {
                     for l in (0..k).step_by($step) {
+                        if l % Line::WORDS == 0 {
+                            for lane in LANES..2 * LANES {
+                                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(l + lane * apart).cast());
+                            }
+                        }
                         // SAFETY: a part of the strip, at most `$step` long.
                         unsafe {
                             transpose([$lanes, (k - l).min($step)], (from.add(l), apart), to.add(l * step), step)
