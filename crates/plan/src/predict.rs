@@ -478,8 +478,12 @@ impl Rates<'_> {
                 overlap: self.system.sends_behind,
             };
             let timeline = simulate(schedule, &costs)?;
-            let held =
-                timeline.peak_activations().into_iter().fold(0.0, f64::max) * (0..stages).map(of).fold(0.0, f64::max);
+            let mut layers = vec![0.0; pp];
+            timeline.placement.iter().enumerate().for_each(|(stage, &rank)| layers[rank] += of(stage));
+            // A weight gradient that is deferred needs what backward has computed again.
+            let deferred = (self.job.plain.kept / self.job.counts.kept).max(1.0);
+            let held = timeline.peak_held(deferred).into_iter().zip(layers).map(|(share, all)| share * all);
+            let held = held.fold(0.0, f64::max);
             let busy: Vec<f64> =
                 timeline.ranks.iter().map(|row| row.iter().map(|one| one.end - one.start).sum()).collect();
             Ok((self.span(&timeline), busy.into_iter().fold(0.0, f64::max) * self.shared(1.0), held))

@@ -1,7 +1,7 @@
 //! Timelines of the actions of each rank. Predicted and measured ones are evaluated and drawn by the same code.
 
 use super::Action;
-use super::ActionKind::Forward;
+use super::ActionKind::{Backward, Forward, InputGradient, WeightGradient};
 
 /// An action with its start and end.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -114,22 +114,30 @@ impl Timeline {
     /// counted from a forward to its backward, and to its weight gradient where the backward is split. All 0 where
     /// nothing trains.
     pub fn peak_activations(&self) -> Vec<f64> {
+        self.peak_held(1.0)
+    }
+
+    /// The same where a micro-batch counts `deferred` times from its input gradient to its weight gradient. With
+    /// recomputation it holds then what its forward did not keep.
+    pub fn peak_held(&self, deferred: f64) -> Vec<f64> {
         let actions = || self.ranks.iter().flatten().map(|interval| interval.action.kind);
         if !actions().any(|kind| kind.makes_weight_gradient()) {
             return vec![0.0; self.ranks.len()];
         }
         let peak = |(rank, row): (usize, &Vec<Interval>)| {
             let change = |interval: &Interval| match interval.action.kind {
-                Forward => 1_i64,
-                kind if kind.makes_weight_gradient() => -1,
-                _ => 0,
+                Forward => 1.0,
+                InputGradient => deferred - 1.0,
+                WeightGradient => -deferred,
+                Backward => -1.0,
+                _ => 0.0,
             };
-            let live = row.iter().map(change).scan(0, |live, change| {
+            let live = row.iter().map(change).scan(0.0, |live, change| {
                 *live += change;
                 Some(*live)
             });
             let chunks = self.placement.iter().filter(|&&home| home == rank).count();
-            live.max().unwrap_or(0) as f64 / chunks.max(1) as f64
+            live.fold(0.0, f64::max) / chunks.max(1) as f64
         };
         self.ranks.iter().enumerate().map(peak).collect()
     }

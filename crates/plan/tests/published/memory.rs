@@ -1,6 +1,6 @@
 //! The memory of the system `meshwork` is what `--steps 0` predicts, to the byte; and `--plan-memory`.
 
-use meshwork_plan::search::assigned;
+use meshwork_plan::search::{assigned, search};
 use meshwork_plan::table::configured;
 use meshwork_plan::{Cluster, Counter, Job, System, memory::report};
 use meshwork_train::config::{Config, RecomputeWord, Recomputed};
@@ -90,6 +90,41 @@ fn a_few_micro_batches_hold_what_all_of_them_do() {
                 assert_eq!(peak_bytes(&config, rank).unwrap(), all, "rank {rank} of {own}");
             }
         }
+    }
+}
+
+/// What a search estimates of a plan is near its dry run: activations of all chunks of a rank count, and what a
+/// deferred weight gradient needs that forward did not keep. Where nothing is computed again it needs gradients of
+/// outputs too, which are not counted.
+#[test]
+fn estimates_of_schedules_with_chunks_are_near_a_dry_run() {
+    let (system, cluster) = (System::known("meshwork").unwrap(), Cluster::known("dgx-h100").unwrap());
+    let sizes = "parallelism.tp=1 parallelism.cp=1 training.micro_batch_size=1 memory.loss_chunk=0 \
+                 memory.sequence_block=0 memory.offload=none model.num_layers=16 model.hidden_size=64 \
+                 model.vocab_size=64 model.seq_len=256";
+    for (schedule, pp, chunks, recompute) in [
+        ("1f1b", 2, 1, "none"),
+        ("interleaved_1f1b", 2, 2, "none"),
+        ("interleaved_1f1b", 2, 8, "none"),
+        ("interleaved_1f1b", 4, 4, "full"),
+        ("breadth_first", 2, 4, "none"),
+        ("zb_h1", 4, 1, "none"),
+        ("zb_h1", 4, 1, "full"),
+        ("zb_h2", 4, 1, "full"),
+        ("zb_v", 4, 2, "none"),
+        ("zb_v", 4, 2, "full"),
+        ("dualpipe_v", 4, 2, "selective"),
+    ] {
+        let own = format!(
+            "{sizes} parallelism.pp={pp} pipeline.schedule={schedule} pipeline.virtual_stages={chunks} \
+             memory.recompute={recompute}"
+        );
+        let keys = own.split_whitespace().map(|text| assigned(text).unwrap()).collect();
+        let cluster = cluster.of_cards(pp).unwrap();
+        let found = search(&keys, 32, &system, &cluster, 1, &mut Counter::default(), &mut |_, _, _| {}).unwrap();
+        let (estimate, dry) = (found.points[0][1], found.best[0].step.memory);
+        let near = (0.7..1.05).contains(&(estimate / dry));
+        assert!(near, "{schedule} of {pp} ranks, {chunks} chunks, recompute={recompute}: {estimate} is not near {dry}");
     }
 }
 
