@@ -123,39 +123,3 @@ fn moments(lowered: &Lowered, rank: usize) -> HashSet<Moment> {
     }
     all
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn of(generator: Generator, shape: Shape) -> Vec<HashSet<Moment>> {
-        let lowered = lower(&generator.build(shape).unwrap()).unwrap();
-        (0..shape.pp).map(|rank| moments(&lowered, rank)).collect()
-    }
-
-    /// The moments of a few micro-batches are those of any number of them, and of the fewest that have them. Schedules
-    /// that keep all micro-batches have more moments with each.
-    #[test]
-    fn a_few_micro_batches_have_the_moments_of_many() {
-        for generator in Generator::ALL.into_iter().filter(|generator| generator.is_synchronous()) {
-            for (pp, virtual_stages) in [(1, 1), (2, 1), (3, 1), (8, 1), (1, 2), (2, 2), (3, 2), (4, 2), (2, 3), (4, 8)]
-            {
-                for micros in [pp, 3 * pp + 1, 12 * pp, 12 * pp + 1, 13 * pp] {
-                    let shape = Shape { pp, virtual_stages, micros };
-                    if generator.takes(shape).is_err() {
-                        continue;
-                    }
-                    let few = generator.few_micros(shape);
-                    let what = format!("{} {shape:?}: {few}", generator.name());
-                    let grows = matches!(generator, Generator::Gpipe | Generator::BreadthFirst);
-                    if grows || micros < 3 * pp {
-                        assert_eq!(few, micros, "{what}");
-                    } else if micros >= 12 * pp {
-                        assert!(few < micros / 2 && few % pp == micros % pp, "{what}");
-                    }
-                    assert!(of(generator, Shape { micros: few, ..shape }) == of(generator, shape), "{what}");
-                }
-            }
-        }
-    }
-}

@@ -2,6 +2,7 @@
 
 mod actions;
 mod faults;
+mod few_micros;
 mod golden;
 mod in_flight;
 mod micros;
