@@ -59,7 +59,7 @@ pub(crate) struct Passed {
     time: Time,
     /// Seconds in which the slowest rank waits for others.
     bubble: f64,
-    /// The activations of how many layers, at most, the fullest rank holds.
+    /// Bytes of activations that the fullest rank holds, at most, of its layers.
     held: f64,
 }
 
@@ -178,7 +178,7 @@ impl Job {
             rates.parts().iter().flatten().zip([1.0, 1.0, layers, layers, 1.0, 1.0]).map(|(a, n)| a.seconds * n).sum();
         let micros = self.config.pipeline.num_microbatches.max(1) as f64;
         let seconds = all * micros / parallel.pp as f64 * rates.shared(1.0) + rates.after().seconds;
-        (seconds, rates.memory(layers / parallel.pp as f64))
+        (seconds, rates.memory(self.counts.kept * layers / parallel.pp as f64))
     }
 
     /// Bytes of the weights, gradients and states of the optimizer of the fullest rank, by the counts of a layer.
@@ -452,7 +452,11 @@ impl Rates<'_> {
                 let times = micros as f64 * if part == 1 { layers } else { 1.0 };
                 each.iter().for_each(|time| step.add(&time.scaled(times)));
             }
-            return Ok(Passed { time: step.scaled(self.shared(1.0)), bubble: 0.0, held: layers });
+            return Ok(Passed {
+                time: step.scaled(self.shared(1.0)),
+                bubble: 0.0,
+                held: self.job.counts.kept * layers,
+            });
         }
         let schedule = |micros| generator.build(Shape { pp, virtual_stages: chunks, micros });
         let span = |schedule: &Schedule| -> Result<(f64, f64, f64), PlanError> {
@@ -481,8 +485,8 @@ impl Rates<'_> {
             let mut layers = vec![0.0; pp];
             timeline.placement.iter().enumerate().for_each(|(stage, &rank)| layers[rank] += of(stage));
             // A weight gradient that is deferred needs what backward has computed again.
-            let deferred = (self.job.plain.kept / self.job.counts.kept).max(1.0);
-            let held = timeline.peak_held(deferred).into_iter().zip(layers).map(|(share, all)| share * all);
+            let (kept, deferred) = (self.job.counts.kept, self.job.plain.kept.max(self.job.counts.kept));
+            let held = timeline.peak_held(kept, deferred).into_iter().zip(layers).map(|(bytes, all)| bytes * all);
             let held = held.fold(0.0, f64::max);
             let busy: Vec<f64> =
                 timeline.ranks.iter().map(|row| row.iter().map(|one| one.end - one.start).sum()).collect();
@@ -576,8 +580,8 @@ impl Rates<'_> {
         of_stages.map(|(bytes, stage)| bytes * self.held(parameters, stage)).iter().sum()
     }
 
-    /// Bytes of the fullest card, which holds activations of so many layers.
-    fn memory(&self, layers: f64) -> f64 {
+    /// Bytes of the fullest card, which holds so many bytes of activations of its layers.
+    fn memory(&self, kept: f64) -> f64 {
         let (held, counts) = (&self.system.held, &self.job.counts);
         let [_, layer, _] = &counts.parts;
         // Of the layer whose backward runs, a system that gathers by layer has whole weights and gradients.
@@ -588,7 +592,7 @@ impl Rates<'_> {
         };
         self.states()
             + gathered
-            + (counts.kept * layers + counts.working) * held.activations
+            + (kept + counts.working) * held.activations
             + layer.forward.scores * held.scores
             + held.fixed
     }

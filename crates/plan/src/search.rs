@@ -67,9 +67,9 @@ pub fn search(
     counter: &mut Counter,
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Found, PlanError> {
-    let mut of = Search { given, samples, system, cluster, counter, progress };
-    let layouts = of.layouts()?;
-    let (plans, beaten) = of.simulated(layouts, count)?;
+    let mut search = Search { given, samples, system, cluster, counter, progress };
+    let layouts = search.layouts()?;
+    let (plans, beaten) = search.simulated(layouts, count)?;
     let points = plans.iter().map(|plan| [plan.step.seconds, plan.step.memory]).collect();
     let mut front: Vec<Plan> = Vec::new();
     for plan in &plans {
@@ -78,11 +78,11 @@ pub fn search(
         }
     }
     let too_large = plans.first().filter(|plan| !plan.step.fits).cloned();
-    let best = of.best(&plans, count);
+    let best = search.best(&plans, count);
     let mut smallest = front.last().cloned();
     if best.is_empty() {
         let tried = plans.iter().filter(|plan| plan.step.fits).chain(front.iter().rev().take(SMALLEST));
-        let dry = tried.filter_map(|plan| of.checked(plan, f64::INFINITY));
+        let dry = tried.filter_map(|plan| search.checked(plan, f64::INFINITY));
         smallest = dry.min_by(|a, b| a.step.memory.total_cmp(&b.step.memory)).or(smallest);
     }
     Ok(Found { best, front, points, too_large, smallest, plans: plans.len() + beaten, layers: counter.layers() })
@@ -100,11 +100,11 @@ pub fn fastest(
     counter: &mut Counter,
     progress: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Option<Plan>, PlanError> {
-    let mut of = Search { given, samples, system, cluster, counter, progress };
-    let mut layouts = of.layouts()?;
+    let mut search = Search { given, samples, system, cluster, counter, progress };
+    let mut layouts = search.layouts()?;
     layouts.retain(|layout| layout.bound.1 <= cluster.card.memory);
-    let (plans, _) = of.simulated(layouts, 1)?;
-    Ok(of.best(&plans, 1).pop())
+    let (plans, _) = search.simulated(layouts, 1)?;
+    Ok(search.best(&plans, 1).pop())
 }
 
 /// What is searched, and what the parts of a search share.

@@ -11,7 +11,7 @@
 
 mod few_rows;
 mod reduction_blocks;
-mod turned;
+mod transposed;
 
 pub use super::gemm::FEW_ROWS;
 pub use super::update::{Strides, Update};
@@ -117,8 +117,8 @@ pub fn gemm_shared<T: Float>(factors: Factors<'_, T>, c: &mut [T], update: Updat
     if few_rows::are_columns(factors) && matches!(epilogue, Epilogue::Nothing) {
         return few_rows::transposed(factors, c, update);
     }
-    if turned::pays(factors, update, &epilogue) {
-        return turned::product(factors, c);
+    if transposed::pays(factors, update, &epilogue) {
+        return transposed::product(factors, c);
     }
     let threads = pool::threads();
     if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {

@@ -76,7 +76,8 @@ pub fn peak_bytes(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Res
         let mut trainer = trainer(model, &short, world_rank, blank_device(plan))?;
         // Each micro-batch leaves notes of statistics until the end of the step.
         if trainer.cut.layout.declarations.statistics().is_empty() {
-            trainer.plan.global_batch_size = samples; // all of which have a loss
+            // The losses of all samples of the long step have room on the device.
+            trainer.plan.global_batch_size = samples;
             return Ok(measured(trainer, false)?.peak_bytes());
         }
     }
@@ -107,7 +108,7 @@ fn predict_on(device: Arc<dyn Device>, model: &Arc<dyn Model>, plan: &Plan, worl
     measured(trainer(model, plan, world_rank, device)?, begins_later)
 }
 
-/// Steps of a trainer on a device without values, of which the last is measured.
+/// Runs steps of a trainer on a device without values, and measures the last one.
 fn measured(mut trainer: Trainer, begins_later: bool) -> Result<Prediction> {
     let device = trainer.device.clone();
     let parameters = trainer.local_elements();

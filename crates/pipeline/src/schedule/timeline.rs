@@ -114,22 +114,22 @@ impl Timeline {
     /// counted from a forward to its backward, and to its weight gradient where the backward is split. All 0 where
     /// nothing trains.
     pub fn peak_activations(&self) -> Vec<f64> {
-        self.peak_held(1.0)
+        self.peak_held(1.0, 1.0)
     }
 
-    /// The same where a micro-batch counts `deferred` times from its input gradient to its weight gradient. With
-    /// recomputation it holds then what its forward did not keep.
-    pub fn peak_held(&self, deferred: f64) -> Vec<f64> {
+    /// The same where a micro-batch counts as `kept` from its forward to its input gradient, and as `deferred` from
+    /// then to its weight gradient: with recomputation it then holds what its forward did not keep.
+    pub fn peak_held(&self, kept: f64, deferred: f64) -> Vec<f64> {
         let actions = || self.ranks.iter().flatten().map(|interval| interval.action.kind);
         if !actions().any(|kind| kind.makes_weight_gradient()) {
             return vec![0.0; self.ranks.len()];
         }
         let peak = |(rank, row): (usize, &Vec<Interval>)| {
             let change = |interval: &Interval| match interval.action.kind {
-                Forward => 1.0,
-                InputGradient => deferred - 1.0,
+                Forward => kept,
+                InputGradient => deferred - kept,
                 WeightGradient => -deferred,
-                Backward => -1.0,
+                Backward => -kept,
                 _ => 0.0,
             };
             let live = row.iter().map(change).scan(0.0, |live, change| {

@@ -6,7 +6,7 @@ use meshwork_pipeline::{Costs, Generator, Shape, simulate};
 fn peaks(generator: Generator, shape: Shape) -> [Vec<f64>; 2] {
     let schedule = generator.build(shape).unwrap();
     let timeline = simulate(&schedule, &Costs::unit(&schedule)).unwrap();
-    [1.0, 8.0].map(|deferred| timeline.peak_held(deferred))
+    [1.0, 8.0].map(|deferred| timeline.peak_held(1.0, deferred))
 }
 
 /// They do not grow with the step, and ranks hold as much. Schedules that keep all micro-batches need all of them.

@@ -111,6 +111,7 @@ fn estimates_of_schedules_with_chunks_are_near_a_dry_run() {
         ("zb_h1", 4, 1, "none"),
         ("zb_h1", 4, 1, "full"),
         ("zb_h2", 4, 1, "full"),
+        ("zb_h1", 4, 1, "stage"),
         ("zb_v", 4, 2, "none"),
         ("zb_v", 4, 2, "full"),
         ("dualpipe_v", 4, 2, "selective"),

@@ -48,14 +48,14 @@ pub(super) fn product<T: Float>(factors: Factors<'_, T>, c: &mut [T]) {
         with_room(m * columns, |part: &mut [T]| {
             let factors = Factors { precision, dims: [columns, m, k], a: left.from(first, 0), b: right };
             serial(factors, packed_for, (part, (m, 1)), Update::Overwrite, Epilogue::Nothing);
-            turn(part, &mut rows);
+            transpose(part, &mut rows);
         });
     });
     MEMORY.set(packed.memory);
 }
 
 /// Writes the transpose of a matrix that has a column for each of these rows.
-fn turn<T: Float>(from: &[T], to: &mut [&mut [T]]) {
+fn transpose<T: Float>(from: &[T], to: &mut [&mut [T]]) {
     let width = to.len();
     wide!(for (block, to) in to.chunks_mut(SIDE).enumerate() {
         for (at, from) in from.chunks(SIDE * width).enumerate() {
